@@ -1,0 +1,1 @@
+"""The ideas: pure torch. No Prefect, MLflow, DVC or YAML below this folder."""

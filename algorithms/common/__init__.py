@@ -1,0 +1,1 @@
+"""What every algorithm shares. Imports nothing, so that configs load without torch."""

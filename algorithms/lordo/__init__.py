@@ -1,0 +1,1 @@
+"""Data-parallel pretraining: the arms of stage `pretrain_lordo`. Imports nothing."""

@@ -1,0 +1,1 @@
+"""What runs in which order: Prefect flows. No torch below this folder."""

@@ -1,0 +1,1 @@
+"""The fast twins of the algorithms' inner loops: torch and triton only."""

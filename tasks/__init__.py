@@ -1,0 +1,1 @@
+"""How one step runs: plain functions, paths in and paths out. Flows wrap them as Prefect tasks."""

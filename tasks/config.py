@@ -1,0 +1,232 @@
+"""params.yaml -> strict typed config. The only place where pydantic is used.
+
+Errors are one line that names the file and the dotted key, with the closest known key for a typo.
+No torch here: bad input fails before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from algorithms.common.config import Config, ModelConfig, TrainingConfig, require
+from algorithms.common.errors import FieldError, InputError
+from algorithms.lordo.config import ArmConfig
+from tasks.paths import PROJECT
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig(Config):
+    """One source of text.
+
+    `from` is `pypi:NAME==VERSION`, `debian:NAME`, `stdlib`, `path:GLOB` or `hf:NAME`.
+    """
+
+    origin: str
+    """Written `from` in params.yaml."""
+    sha256: str | None = None
+    """Of the downloaded archive; required for pypi."""
+    slots: dict[str, list[str]] = field(default_factory=lambda: {"text": ["**/*"]})
+    """Slot name (prose, code, ...) -> globs inside the archive or folder."""
+    text_column: str = "text"
+    """Column of jsonl, parquet and hf sources that holds the text."""
+    split: str = "train"
+    """Split of an hf source."""
+    licence: str | None = None
+    """Overrides what the package says of itself; `path` sources have no other way to say it."""
+
+    def __post_init__(self) -> None:
+        kind = self.origin.split(":", 1)[0]
+        require(
+            kind in ("pypi", "debian", "stdlib", "path", "hf"),
+            "from",
+            f"unknown kind {kind!r}; known: pypi, debian, stdlib, path, hf",
+        )
+        if kind == "pypi":
+            require("==" in self.origin, "from", "must be pypi:NAME==VERSION")
+            require(self.sha256 is not None, "sha256", "is required for a pypi source")
+        require(bool(self.slots), "slots", "must name at least one slot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusConfig(Config):
+    """Stage `corpus`: text from packages and files, split into train and val by file hash."""
+
+    sources: list[SourceConfig]
+    val_fraction: float = 0.05
+    """Share of documents held out, by the hash of their text."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.sources), "sources", "must name at least one source")
+        require(0 < self.val_fraction < 1, "val_fraction", "must be in (0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensConfig(Config):
+    """Stage `tokens`: byte-level BPE trained on the corpus, or an existing tokenizer."""
+
+    tokenizer: str | None = None
+    """Path of an existing tokenizer.json; None trains one of `vocab_size`."""
+    vocab_size: int = 2048
+    shard_tokens: int = 100_000_000
+
+    def __post_init__(self) -> None:
+        require(self.vocab_size >= 257, "vocab_size", "must be at least 257: 256 bytes and the end")
+        require(self.shard_tokens > 0, "shard_tokens", "must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(Config):
+    """Stage `pretrain_lordo`: its arms train on the same tokens with the same evaluation."""
+
+    training: TrainingConfig
+    arms: dict[str, ArmConfig]
+
+    def __post_init__(self) -> None:
+        require(bool(self.arms), "arms", "must name at least one arm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig(Config):
+    """How jobs run. Nothing here changes a result."""
+
+    deadline_minutes: float = 120.0
+    """A job that takes longer is stopped like one that was cancelled."""
+    stop_seconds: float = 10.0
+    """Time that ranks have between SIGTERM and SIGKILL to write a checkpoint."""
+
+    def __post_init__(self) -> None:
+        require(self.deadline_minutes > 0, "deadline_minutes", "must be positive")
+        require(self.stop_seconds > 0, "stop_seconds", "must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params(Config):
+    """The whole of params.yaml."""
+
+    corpus: CorpusConfig
+    tokens: TokensConfig
+    model: ModelConfig
+    pretrain_lordo: PretrainConfig
+    launch: LaunchConfig
+
+    def stage_of(self, arm: str) -> str:
+        """Name of the pretraining stage that `arm` belongs to; `InputError` if there is none."""
+        if arm in self.pretrain_lordo.arms:
+            return "pretrain_lordo"
+        known = ", ".join(sorted(self.pretrain_lordo.arms))
+        raise InputError(f"no arm {arm!r} in params.yaml; known arms: {known}")
+
+
+def load_params(
+    path: Path = PROJECT / "params.yaml",
+    *,
+    profile: str | None = None,
+    overrides: typing.Sequence[str] = (),
+) -> Params:
+    """Read `path`, merge params.PROFILE.yaml over it, apply `a.b=c` overrides, validate.
+
+    Raises `InputError` with one line that names the file and the dotted key.
+    """
+    raw = load_yaml(path)
+    if profile is not None:
+        raw = _merge(raw, load_yaml(path.with_name(f"params.{profile}.yaml")))
+    for override in overrides:
+        _apply(raw, override)
+    return validate(raw, path.name)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """One YAML 1.2 mapping (1e-3 is a number, as DVC reads it), or `InputError`."""
+    try:
+        loaded = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except YAMLError as error:
+        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise InputError(f"{path}: must hold a mapping of stages, not {type(loaded).__name__}")
+    return loaded
+
+
+def validate(raw: dict[str, Any], file: str) -> Params:
+    """Typed params from plain values, or `InputError` for the first thing that is wrong."""
+    raw = copy.deepcopy(raw)
+    corpus = raw.get("corpus")
+    if isinstance(corpus, dict) and isinstance(corpus.get("sources"), list):
+        for source in corpus["sources"]:  # `from` is a Python keyword
+            if isinstance(source, dict) and "from" in source:
+                source["origin"] = source.pop("from")
+    try:
+        # Through JSON: strict there means exact scalars, and a mapping may fill a dataclass.
+        return TypeAdapter(Params).validate_json(json.dumps(raw, default=str))
+    except ValidationError as error:
+        raise InputError(f"{file}: {_one_line(error)}") from None
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    message = first["msg"]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        location.append(cause.field)
+        message = cause.message
+    elif first["type"] == "unexpected_keyword_argument":
+        close = difflib.get_close_matches(location[-1], _siblings(location[:-1]), n=1)
+        message = "unknown key" + (f"; did you mean {close[0]!r}?" if close else "")
+    elif first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        message = "is required"
+    else:
+        message = message[0].lower() + message[1:] + f", got {first['input']!r}"
+    dotted = ".".join("from" if part == "origin" else part for part in location)
+    return f"{dotted}: {message}" if dotted else message
+
+
+def _siblings(location: list[str]) -> list[str]:
+    """Field names of the config at a dotted location, to suggest one for a typo."""
+    current: Any = Params
+    for part in location:
+        if dataclasses.is_dataclass(current):
+            current = typing.get_type_hints(current).get(part)
+        else:  # dict[str, X] or list[X]
+            current = typing.get_args(current)[-1] if typing.get_args(current) else None
+    return [f.name for f in dataclasses.fields(current)] if dataclasses.is_dataclass(current) else []
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(typing.cast(dict[str, Any], old), value) if both else value
+    return merged
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Set one `a.b=c`; the value is read as YAML. A new key is left to validation to refuse."""
+    dotted, separator, text = override.partition("=")
+    if not separator or not dotted:
+        raise InputError(f"--set {override}: must be key=value")
+    *parents, last = dotted.split(".")
+    node: Any = raw
+    for part in parents:
+        node = node.setdefault(part, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        raise InputError(f"--set {dotted}: no such key")
+    try:
+        node[last] = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise InputError(f"--set {dotted}: not YAML: {' '.join(str(error).split())}") from None
