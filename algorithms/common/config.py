@@ -120,7 +120,7 @@ class OptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Config):
-    """What every pretraining arm shares: ranks, batch, horizon, schedule, evaluation, checkpoints."""
+    """What every pretraining arm shares: ranks, batch, horizon, evaluation, checkpoints."""
 
     ranks: int = 2
     """Processes on one machine. For several machines see README, "Several nodes"."""

@@ -1,0 +1,310 @@
+"""The training loop that every data-parallel arm shares.
+
+An arm is a `Method`: how gradients and weights of the ranks come together. The loop owns the rest:
+batches, schedule, held-out evaluation, metrics, checkpoints, and a stop that all ranks agree on.
+Data order and randomness are pure functions of (seed, step, rank), so a checkpoint holds weights,
+optimizer and counters, and a resumed run repeats the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from algorithms.common import data, memory, metrics
+from algorithms.common.checkpoint import Checkpoints
+from algorithms.common.comm import Comm
+from algorithms.common.config import TrainingConfig
+from algorithms.common.errors import NonFiniteError, Preempted
+from algorithms.common.model import logits, parameter_count
+from algorithms.common.seeding import seed_step
+
+log = logging.getLogger(__name__)
+
+
+class Method(Protocol):
+    """One way to bring the ranks' work together."""
+
+    module: nn.Module
+    """What the forward pass goes through; may wrap the model."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Its state goes to checkpoints."""
+
+    def prepare(self, tokens: Tensor) -> None:
+        """Called once before the first step of every attempt; `tokens` has a microbatch's shape."""
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Surrounds forward and backward of one microbatch; `last` ends the step's accumulation."""
+
+    def gradient_norm(self) -> Tensor:
+        """Global L2 norm of the step's gradient before clipping, a scalar; clips it."""
+
+    def update(self, lr: float) -> None:
+        """Apply the gradient."""
+
+    def flush(self) -> None:
+        """Bring all ranks to the same weights; called before evaluation and checkpoints."""
+
+
+NOT_EVALUATED = {"val/loss": math.nan, "val/perplexity": math.nan, "val/bits_per_byte": math.nan}
+
+
+def learning_rate(step: int, peak: float, config: TrainingConfig) -> float:
+    """Rate of step 1..steps: linear warm-up, then a cosine to `final_lr_fraction` of the peak."""
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    floor = config.final_lr_fraction
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def token_loss(scores: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats of `scores` `[batch, tokens, vocab]`, in float32 whatever they are."""
+    return F.cross_entropy(scores.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+class Loop:
+    """One run of one arm on one rank; `run` trains to the end or raises."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        peak_lr: float,
+        model: nn.Module,
+        method: Method,
+        tokens_dir: Path,
+        run_dir: Path,
+        comm: Comm,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config = config
+        self.peak_lr = peak_lr
+        self.model = model
+        self.method = method
+        self.run_dir = run_dir
+        self.comm = comm
+        self.stop_requested = stop_requested
+        self.train = data.TokenShards(tokens_dir, "train")
+        self.held_out = data.TokenShards(tokens_dir, "val")
+        self.token_bytes = data.token_bytes(tokens_dir).to(comm.device)
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, comm)
+        self.started = time.perf_counter()
+        self.elapsed_before = 0.0
+        self.throughput = metrics.Throughput()
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step. Returns what result.json holds, the same on every rank.
+
+        Raises `NonFiniteError` before a bad step reaches the weights, `Preempted` after a stop.
+        """
+        config, comm = self.config, self.comm
+        state: dict[str, Any] = {"comm": comm.state_dict(), "loss": 0.0, "held_out": NOT_EVALUATED}
+        self.method.prepare(self._microbatches(0)[0])
+        resumed, saved = self.checkpoints.load(self.model, self.method.optimizer)
+        state |= saved
+        rows = None
+        if comm.rank == 0:
+            rows = metrics.MetricsLog(self.run_dir / "metrics.jsonl", resumed)
+            log.info("training from step %d of %d", resumed, config.steps)
+        self.elapsed_before = comm.broadcast_object(rows.elapsed if rows else None, src=0)
+        comm.load_state_dict(state["comm"])  # start-up exchanges are not the method's: not counted
+        loss, held_out = state["loss"], state["held_out"]
+        for step in range(resumed + 1, config.steps + 1):
+            begun = time.perf_counter()
+            loss, norm, lr, stopping = self._step(step)
+            self.throughput.add(self._tokens(1), time.perf_counter() - begun)
+            evaluated = self._due(step, config.eval_every)
+            if evaluated or self._due(step, config.log_every):
+                row = self._row(step, loss, norm, lr)
+                if evaluated:
+                    held_out = self.evaluate()
+                    row |= held_out
+                if rows:
+                    rows.append(row)
+                    log.info(metrics.sentence(row, config.steps))
+            if stopping or self._due(step, config.checkpoint_every):
+                self.method.flush()
+                state = {"comm": comm.state_dict(), "loss": loss, "held_out": held_out}
+                self.checkpoints.save(step, self.model, self.method.optimizer, state)
+            if stopping and step < config.steps:
+                raise Preempted(f"stopped after step {step}; its checkpoint is written")
+        return self._result(loss, held_out)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss in nats per token, perplexity and bits per byte on the fixed held-out set."""
+        self.method.flush()
+        self.model.eval()
+        totals = torch.zeros(3, dtype=torch.float64, device=self.comm.device)  # nats, tokens, bytes
+        batches = data.evaluation_batches(
+            self.held_out,
+            sequences=self.config.eval_sequences,
+            length=self.config.sequence_length,
+            batch_size=self.config.global_batch // self.comm.world_size,
+            rank=self.comm.rank,
+            world_size=self.comm.world_size,
+        )
+        with torch.no_grad():
+            for batch in batches:
+                tokens = batch.to(self.comm.device)
+                with self._autocast():
+                    scores = logits(self.model, tokens[:, :-1])
+                targets = tokens[:, 1:]
+                totals[0] += token_loss(scores, targets, "sum").double()
+                totals[1] += targets.numel()
+                totals[2] += self.token_bytes[targets].sum()
+        self.model.train()
+        self.comm.all_reduce(totals, tag="evaluation")
+        nats, count, size = totals.tolist()
+        return {
+            "val/loss": nats / count,
+            "val/perplexity": math.exp(min(nats / count, 700.0)),
+            "val/bits_per_byte": nats / math.log(2) / (size * self.held_out.bytes_factor),
+        }
+
+    def _step(self, step: int) -> tuple[float, float, float, bool]:
+        """One optimizer step: loss, gradient norm, learning rate, and whether to stop after it."""
+        seed_step(self.config.seed, step, self.comm.rank)
+        microbatches = self._microbatches(step - 1)
+        total = torch.zeros((), device=self.comm.device)
+        for index, tokens in enumerate(microbatches):
+            with self.method.microbatch(last=index == len(microbatches) - 1):
+                loss = self._loss(self.method.module, tokens) / len(microbatches)
+                # An infinite loss can have a finite gradient; NaN here reaches every rank.
+                (loss if torch.isfinite(loss) else loss * torch.nan).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        norm = self.method.gradient_norm()
+        control = torch.stack((total / self.comm.world_size, norm * 0, norm * 0))
+        control[1] = float(self.stop_requested())
+        control[2] = float(not torch.isfinite(norm))
+        self.comm.all_reduce(control, tag="control")
+        mean_loss, stopping, bad = control.tolist()
+        if bad:
+            raise NonFiniteError(self._diagnose(step, microbatches))
+        lr = learning_rate(step, self.peak_lr, self.config)
+        self.method.update(lr)
+        return mean_loss, norm.item(), lr, stopping > 0
+
+    def _microbatches(self, index: int) -> list[Tensor]:
+        """This rank's part of global batch `index`, int64 `[batch, tokens + 1]` each."""
+        batch = data.batch(
+            self.train,
+            seed=self.config.seed,
+            step=index,
+            rank=self.comm.rank,
+            world_size=self.comm.world_size,
+            global_batch=self.config.global_batch,
+            length=self.config.sequence_length,
+        )
+        return list(batch.to(self.comm.device).chunk(self.config.accumulation))
+
+    def _loss(self, module: nn.Module, tokens: Tensor) -> Tensor:
+        with self._autocast():
+            scores = logits(module, tokens[:, :-1])
+        return token_loss(scores, tokens[:, 1:])
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(
+            self.comm.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16"
+        )
+
+    def _diagnose(self, step: int, microbatches: list[Tensor]) -> str:
+        """Which rank and parameter went wrong; redoes the step's backward without any exchange."""
+        finding = ""
+        self.model.zero_grad(set_to_none=True)
+        for tokens in microbatches:
+            loss = self._loss(self.model, tokens)
+            if not torch.isfinite(loss):
+                finding = f"loss is {loss.item()}"
+                loss = loss * torch.nan
+            loss.backward()  # type: ignore[no-untyped-call]
+        bad = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
+        ]
+        weights = [n for n, p in self.model.named_parameters() if not torch.isfinite(p).all()]
+        if weights:
+            finding += f"{', ' if finding else ''}parameter {weights[0]} is not finite"
+        elif bad:
+            finding += f"{', ' if finding else ''}gradient of {bad[0]} is not finite"
+        gathered = self.comm.gather_objects(finding)
+        everyone: list[str] = self.comm.broadcast_object(gathered, src=0)
+        for rank, text in enumerate(everyone):
+            if text:
+                return f"step {step}: rank {rank}: {text}"
+        return f"step {step}: the sum of all ranks' gradients overflows float32"
+
+    def _due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.config.steps
+
+    def _elapsed(self) -> float:
+        return self.elapsed_before + time.perf_counter() - self.started
+
+    def _row(self, step: int, loss: float, norm: float, lr: float) -> dict[str, Any]:
+        """What metrics.jsonl says of `step`; the peak is the largest over ranks."""
+        elapsed = self._elapsed()
+        return {
+            "step": step,
+            "time": time.time(),
+            "elapsed": elapsed,
+            "tokens": self._tokens(step),
+            "train/loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens_per_s": self.throughput.take(),
+            **self._hours(elapsed),
+            **self.comm.metrics(),
+            "memory/peak_bytes": self._peak_bytes(),
+            "memory/optimizer_bytes": memory.optimizer_bytes(self.method.optimizer),
+        }
+
+    def _hours(self, elapsed: float) -> dict[str, float]:
+        hours = elapsed * self.comm.world_size / 3600
+        on_gpu = self.comm.device.type == "cuda"
+        return {"device_hours": hours, "gpu_hours": hours if on_gpu else 0.0}
+
+    def _peak_bytes(self) -> int:
+        """The largest over ranks."""
+        peak = torch.tensor(memory.peak_bytes(self.comm.device), device=self.comm.device)
+        self.comm.all_reduce(peak, tag="control", op="max")
+        return int(peak.item())
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self.config.global_batch * self.config.sequence_length
+
+    def _result(self, loss: float, held_out: dict[str, float]) -> dict[str, Any]:
+        """The two halves of result.json: what repeats exactly, and what does not."""
+        elapsed = self._elapsed()
+        counted = self.comm.metrics()
+        quality = {
+            "val_loss": held_out["val/loss"],
+            "val_perplexity": held_out["val/perplexity"],
+            "val_bits_per_byte": held_out["val/bits_per_byte"],
+            "train_loss": loss,
+            "steps": self.config.steps,
+            "tokens": self._tokens(self.config.steps),
+            "parameters": parameter_count(self.model),
+            "payload_bytes": counted["comm/payload_bytes"],
+            "wire_bytes": counted["comm/wire_bytes"],
+        }
+        timing = {
+            "seconds": elapsed,
+            **self._hours(elapsed),
+            "tokens_per_s": self._tokens(self.config.steps) / elapsed,
+            "peak_bytes": self._peak_bytes(),
+            "optimizer_bytes": memory.optimizer_bytes(self.method.optimizer),
+        }
+        return {"quality": quality, "timing": timing}

@@ -1,0 +1,86 @@
+"""metrics.jsonl, the truth about a run: one row a step, written by rank 0, cut back on resume.
+
+No torch here: the parent process reads the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+NOT_METRICS = ("step", "time", "elapsed")
+"""Keys of a row that are not metric names."""
+
+
+class MetricsLog:
+    """Appends rows to `path`; rows after the step resumed from are dropped, for they are redone."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self.path = path
+        rows = read_rows(path)
+        self.elapsed = max((float(row["elapsed"]) for row in rows), default=0.0)
+        """Training seconds of earlier attempts, those of redone steps included."""
+        temporary = path.with_name(f".{path.name}")
+        with temporary.open("w", encoding="utf-8") as file:
+            for row in rows:
+                if row["step"] <= resumed_step:
+                    file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def append(self, row: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows of a metrics.jsonl; a line cut short by a kill is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                rows.append(json.loads(line))
+    return rows
+
+
+def last_step(path: Path) -> int:
+    """Step of the last whole row, 0 without one; reads the end of the file only."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return 0
+    whole = [line for line in lines if line.endswith(b"\n")]
+    return int(json.loads(whole[-1])["step"]) if whole else 0
+
+
+def sentence(row: dict[str, Any], steps: int) -> str:
+    """A row as one line for the log."""
+    text = (
+        f"step {row['step']}/{steps}  loss {row['train/loss']:.4f}  lr {row['lr']:.2e}  "
+        f"grad norm {row['grad_norm']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
+    )
+    if "val/loss" in row:
+        text += f"  held-out {row['val/loss']:.4f} ({row['val/bits_per_byte']:.4f} bits per byte)"
+    return text
+
+
+class Throughput:
+    """Tokens per second of training steps since the last `take`; evaluations do not count."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+
+    def take(self) -> float:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        self.tokens, self.seconds = 0, 0.0
+        return rate

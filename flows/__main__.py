@@ -1,0 +1,88 @@
+"""python -m flows NAME: run a flow from the command line.
+
+Only argparse is imported before a flow starts, so help is instant. Bad input ends with one line and
+exit code 2, a failed job with 1, a stopped one (start again to resume) with 75.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+EPILOG = """\
+examples:
+  ./run -m flows experiment                         everything that is not up to date
+  ./run -m flows pretrain --arm ddp                 one arm, after what it reads
+  ./run -m flows pretrain --arm ddp --set pretrain_lordo.training.steps=50
+                                                    a try with other params: its outputs go to
+                                                    runs/set/, what DVC tracks stays as it is
+  ./run -m flows experiment --profile gpu           params.gpu.yaml over params.yaml
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m flows",
+        description="Flows of shoestring: prepare data, train arms, report.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flows = top.add_subparsers(dest="flow", required=True, metavar="FLOW")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one key of params.yaml, dotted; may be given several times",
+    )
+    shared.add_argument("--profile", help="merge params.PROFILE.yaml over params.yaml")
+    shared.add_argument(
+        "--plain",
+        action="store_true",
+        help="run the stage itself, without Prefect and without asking DVC (dvc.yaml does this)",
+    )
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return flows.add_parser(name, help=text, description=text, parents=[shared])
+
+    prepare = add("prepare", "text from packages and files -> tokenizer -> token shards")
+    prepare.add_argument("--only", choices=("corpus", "tokens"), help="one of the two stages")
+    pretrain = add("pretrain", "train one arm of a pretraining stage, after what it reads")
+    pretrain.add_argument("--arm", required=True, help="name of an arm in params.yaml, such as ddp")
+    pretrain.add_argument(
+        "--dry-run", action="store_true", help="write config.json and print the torchrun command"
+    )
+    add("report", "figures and tables over all arms -> reports/index.html")
+    add("experiment", "everything: prepare, every arm, report; skips what is up to date")
+    flows.add_parser("ui", help="serve the MLflow and Prefect pages on loopback until Ctrl-C")
+    flows.add_parser("serve", help="the same, with a worker for the deployments of prefect.yaml")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    from algorithms.common.errors import InputError
+    from flows import command
+    from tasks.torchrun import JobFailed, JobStopped
+
+    try:
+        command.run(arguments)
+    except InputError as error:
+        print(f"shoestring: {error}", file=sys.stderr)
+        return 2
+    except JobStopped as error:
+        print(f"shoestring: {error}", file=sys.stderr)
+        return 75
+    except JobFailed as error:
+        print(f"shoestring: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("shoestring: stopped; start again to resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What `python -m flows NAME` does: a Prefect flow run, or the bare stages with `--plain`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from flows import make
+from flows.stages import Context, context, stages
+from tasks import lineage
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises what the flow raises; see `flows.__main__` for the exit codes."""
+    if arguments.flow in ("ui", "serve"):
+        return _serve(deployments=arguments.flow == "serve")
+    here = context(arguments.overrides, arguments.profile)
+    own = _own_stages(here, arguments)
+    if arguments.flow == "pretrain" and arguments.dry_run:
+        print(_dry_run(here, arguments.arm))
+    elif arguments.plain:
+        make.plainly(here, own, arguments.flow)
+    else:
+        wanted = ["corpus", "tokens", *own] if arguments.flow == "pretrain" else own
+        if here.changed.isdisjoint(wanted) and not any(map(lineage.stale, wanted)):
+            print(f"up to date: {', '.join(wanted)}")
+        else:
+            _run_flow(arguments)
+        if arguments.flow in ("experiment", "report"):
+            _show(here)
+
+
+def _own_stages(here: Context, arguments: argparse.Namespace) -> list[str]:
+    """Stages that a flow makes itself, in order; `InputError` for an unknown arm."""
+    if arguments.flow == "prepare":
+        return [arguments.only] if arguments.only else ["corpus", "tokens"]
+    if arguments.flow == "pretrain":
+        return [f"{here.params.stage_of(arguments.arm)}@{arguments.arm}"]
+    if arguments.flow == "report":
+        return ["report"]
+    return [stage.name for stage in stages(here.params)]
+
+
+def _run_flow(arguments: argparse.Namespace) -> None:
+    """Prefect takes seconds to import, so that is done here and only where it is needed."""
+    overrides, profile = arguments.overrides or None, arguments.profile
+    if arguments.flow == "prepare":
+        from flows.prepare import prepare
+
+        prepare(only=arguments.only, overrides=overrides, profile=profile)
+    elif arguments.flow == "pretrain":
+        from flows.pretrain import pretrain
+
+        pretrain(arguments.arm, overrides=overrides, profile=profile)
+    elif arguments.flow == "report":
+        from flows.report import report
+
+        report(overrides=overrides, profile=profile)
+    else:
+        from flows.experiment import experiment
+
+        experiment(overrides=overrides, profile=profile)
+
+
+def _dry_run(here: Context, arm: str) -> str:
+    from tasks import train
+
+    return train.prepare(here.params, arm, here.place("tokens").tokens).command
+
+
+def _show(here: Context) -> None:
+    """The table of arms, and where to look further."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tasks import figures, tracking
+
+    rows = figures.table(figures.read(make.metrics_folders(here)))
+    table = Table(title="Arms")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console = Console(width=None if os.isatty(1) else 140)
+    console.print(table)
+    page = here.place("report").reports / "index.html"
+    print(f"report:  {os.path.relpath(page, Path.cwd())}")
+    print(f"MLflow:  {tracking.ui_command()}")
+    print("Prefect: .venv/bin/prefect server start --host 127.0.0.1")
+    print("both:    make ui")
+
+
+def _serve(deployments: bool) -> None:
+    """Both pages, and a worker if asked, until interrupted."""
+    from tasks import servers
+
+    with ExitStack() as stack:
+        processes = stack.enter_context(servers.pages(print))
+        if deployments:
+            processes.append(stack.enter_context(servers.worker(print)))
+        servers.wait(processes)

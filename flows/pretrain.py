@@ -1,0 +1,27 @@
+"""Flow `pretrain`: one arm of a pretraining stage, after the data it reads."""
+
+from __future__ import annotations
+
+from prefect import flow, runtime
+from prefect.artifacts import create_link_artifact
+from prefect.logging import get_run_logger
+
+from flows import steps
+from flows.parent import flow_run
+from flows.prepare import prepare
+from flows.stages import context
+
+VERSION = "1"
+
+
+@flow(name="pretrain", version=VERSION, flow_run_name="pretrain {arm}")
+def pretrain(arm: str, overrides: list[str] | None = None, profile: str | None = None) -> None:
+    """Train `arm` and what it reads, where they are not up to date."""
+    here = context(overrides or (), profile)
+    stage = f"{here.params.stage_of(arm)}@{arm}"
+    prepare(overrides=overrides, profile=profile)
+    say = get_run_logger().info
+    with flow_run("pretrain", VERSION, runtime.flow_run.id) as run:
+        steps.ensure(here, stage, lambda: steps.train_arm(here, arm, run, say))
+    if run.url is not None:
+        create_link_artifact(key=f"mlflow-{arm}", link=run.url, link_text="MLflow run")

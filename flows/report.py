@@ -1,0 +1,25 @@
+"""Flow `report`: figures and tables over all arms that have been trained."""
+
+from __future__ import annotations
+
+from prefect import flow, runtime
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from flows import steps
+from flows.make import metrics_folders
+from flows.parent import flow_run
+from flows.stages import context
+from tasks import figures
+
+VERSION = "1"
+
+
+@flow(name="report", version=VERSION, flow_run_name="report")
+def report(overrides: list[str] | None = None, profile: str | None = None) -> None:
+    """Make reports/ where it is not up to date; leave table and summary on the Prefect page."""
+    here = context(overrides or (), profile)
+    with flow_run("report", VERSION, runtime.flow_run.id) as run:
+        steps.ensure(here, "report", lambda: steps.make_report(here, run))
+    arms = figures.read(metrics_folders(here))
+    create_table_artifact(key="arms", table=figures.table(arms), description="All arms")
+    create_markdown_artifact(key="summary", markdown=figures.markdown(arms))

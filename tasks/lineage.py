@@ -1,0 +1,88 @@
+"""DVC through its Python API: is a stage up to date, and record what it made.
+
+DVC is the one truth about that; `dvc repro` and the flows walk the same stages. DVC fails at once
+when another process holds its lock, so every call here waits for ours, and retries while a DVC
+command of the user's own is at work.
+
+`dvc repro` holds DVC's lock while its stage waits for `stage_lock`; so nobody may wait for DVC
+without bound while holding a stage lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock
+
+from algorithms.common.errors import InputError
+from tasks.paths import LOCKS, PROJECT
+
+T = TypeVar("T")
+
+PATIENCE_S = 600.0
+"""How long to wait for a DVC command of somebody else, such as a running `dvc repro`."""
+
+
+@contextlib.contextmanager
+def stage_lock(stage: str) -> Iterator[None]:
+    """Held while a stage's outputs are checked and made, by flows and by `dvc repro` alike."""
+    LOCKS.mkdir(exist_ok=True)
+    with FileLock(LOCKS / f"stage-{stage}.lock"):
+        yield
+
+
+class Busy(InputError):
+    """Another process holds DVC's lock for longer than the caller would wait."""
+
+
+def stale(stage: str, *, patience_s: float = PATIENCE_S, root: Path = PROJECT) -> list[str]:
+    """Why `stage` is not up to date, one reason an entry; empty when it is. Raises `Busy`."""
+    status = _call(root, patience_s, lambda repo: repo.status(targets=[stage]))
+    return [reason for entry in status.get(stage, []) for reason in _reasons(entry)]
+
+
+def record(stage: str, *, patience_s: float = PATIENCE_S, root: Path = PROJECT) -> None:
+    """Take what `stage` made into DVC's cache and dvc.lock, as `dvc repro` would. Raises `Busy`."""
+    _call(root, patience_s, lambda repo: repo.commit(target=stage, force=True))
+
+
+def _reasons(entry: Any) -> list[str]:
+    if isinstance(entry, str):  # "changed command", "always changed"
+        return [entry]
+    return [
+        f"{path} is {what}" if isinstance(what, str) else f"{path}: {', '.join(what)} changed"
+        for changes in entry.values()
+        for path, what in changes.items()
+    ]
+
+
+def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
+    from dvc.exceptions import DvcException, NotDvcRepoError
+    from dvc.lock import LockError
+    from dvc.repo import Repo
+    from dvc.rwlock import RWLockFileCorruptedError
+
+    LOCKS.mkdir(exist_ok=True)
+    for name in ("dvc", "dvc_data", "dvc_objects"):  # its progress notes are not our user's
+        logging.getLogger(name).setLevel(logging.ERROR)
+    deadline = time.monotonic() + patience_s
+    with FileLock(LOCKS / "dvc.lock"):
+        while True:
+            try:
+                with Repo(str(root)) as repo:
+                    return act(repo)
+            except (LockError, RWLockFileCorruptedError) as error:
+                if time.monotonic() > deadline:
+                    raise Busy(f"dvc is busy in another process: {error}") from None
+                time.sleep(1.0)
+            except NotDvcRepoError:
+                raise InputError(
+                    f"{root}: not a git checkout with DVC; clone the project"
+                ) from None
+            except DvcException as error:
+                raise InputError(f"dvc.yaml: {' '.join(str(error).split())}") from error

@@ -1,0 +1,206 @@
+"""Loss against tokens, device-hours and bytes: one curve an arm, as PNGs for light and dark pages.
+
+Colours are those of Okabe and Ito, told apart with any colour vision; markers differ as well. The
+held-out loss is the thick line with markers, the training loss the thin one behind it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, StrMethodFormatter
+
+if TYPE_CHECKING:
+    from tasks.figures import ArmRecord
+
+MARKERS = "osD^vPX*"
+LABEL_LETTERS = 22
+"""Longer names of arms are cut in figures; the table has them whole."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one page background."""
+
+    background: str
+    ink: str
+    grid: str
+    arms: tuple[str, ...]
+
+
+LIGHT = Theme(
+    background="#ffffff",
+    ink="#333d47",
+    grid="#e4e8ec",
+    arms=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c7a00"),
+)
+DARK = Theme(
+    background="#161b22",
+    ink="#c9d1d9",
+    grid="#2b323b",
+    arms=("#4da6e0", "#ff8a3d", "#2cc79b", "#e39cc4", "#f5b92e", "#8fd0f7", "#f0f0f0", "#d6c84a"),
+)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One figure: the loss against column `x`."""
+
+    name: str
+    x: str
+    label: str
+    unit: str
+    """Behind a decimal prefix."""
+    caption: str
+    timed: bool = False
+    """Leaves out arms whose times must not be compared."""
+
+
+FIGURES = (
+    Axis(
+        "loss_tokens",
+        "tokens",
+        "training tokens",
+        "",
+        "What a token buys: the same data in the same order for every arm.",
+    ),
+    Axis(
+        "loss_device_hours",
+        "device_hours",
+        "device-hours (ranks times wall time)",
+        "",
+        "What an hour of hardware buys.",
+        timed=True,
+    ),
+    Axis(
+        "loss_bytes",
+        "comm/wire_bytes",
+        "bytes on the wire, per rank",
+        "B",
+        "What a byte on the network buys.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """PNGs of one figure."""
+
+    light: bytes
+    dark: bytes
+
+
+@dataclass(frozen=True)
+class Curve:
+    label: str
+    train: list[tuple[float, float]]
+    held_out: list[tuple[float, float]]
+    style: int
+    """Index of colour and marker, the same for an arm in all figures."""
+
+
+def draw(arms: Sequence[ArmRecord], labels: Sequence[str]) -> dict[str, Picture]:
+    """Name of figure -> picture, for the figures of `FIGURES` that have a curve."""
+    pictures = {}
+    for axis in FIGURES:
+        curves = []
+        for style, (arm, label) in enumerate(zip(arms, labels, strict=True)):
+            train, held_out = arm.points(axis.x, "train/loss"), arm.points(axis.x, "val/loss")
+            positive = any(x > 0 for x, _ in held_out)  # one rank sends nothing
+            if positive and not (axis.timed and arm.note):
+                curves.append(Curve(label, train, held_out, style))
+        if curves:
+            pictures[axis.name] = Picture(_draw(axis, curves, LIGHT), _draw(axis, curves, DARK))
+    return pictures
+
+
+def _draw(axis: Axis, curves: Sequence[Curve], theme: Theme) -> bytes:
+    figure = Figure(figsize=(7.2, 4.3), dpi=160, facecolor=theme.background, layout="constrained")
+    axes = figure.add_subplot(facecolor=theme.background)
+    ends = [curve.held_out[-1][0] for curve in curves]
+    logarithmic = max(ends) > 3 * min(ends)
+    for curve in curves:
+        colour = theme.arms[curve.style % len(theme.arms)]
+        train = [(x, y) for x, y in curve.train if x > 0 or not logarithmic]
+        axes.plot(*zip(*train, strict=True), color=colour, linewidth=0.9, alpha=0.45)
+        axes.plot(
+            *zip(*curve.held_out, strict=True),
+            color=colour,
+            linewidth=2.2,
+            marker=MARKERS[curve.style % len(MARKERS)],
+            markersize=5.5,
+            markeredgecolor=theme.background,
+            markeredgewidth=0.8,
+        )
+    _scale(axes, axis, curves, logarithmic)
+    _decorate(axes, axis, theme)
+    _name_curves(axes, curves, theme)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", metadata={"Software": None})
+    return png.getvalue()
+
+
+def _scale(axes: Any, axis: Axis, curves: Sequence[Curve], logarithmic: bool) -> None:
+    if logarithmic:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(7))
+    plain = StrMethodFormatter("{x:g}")  # a prefix before hours would read as minutes
+    axes.xaxis.set_major_formatter(plain if axis.timed else EngFormatter(unit=axis.unit))
+    # The fall from ln(vocabulary) would flatten all that matters: begin at the first evaluation.
+    seen = [y for curve in curves for _, y in curve.held_out]
+    low = min(seen + [y for curve in curves for _, y in curve.train])
+    high = max(curve.held_out[0][1] for curve in curves)
+    if all(len(curve.held_out) > 2 for curve in curves) and high > low:
+        axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
+
+
+def _decorate(axes: Any, axis: Axis, theme: Theme) -> None:
+    axes.set_xlabel(axis.label, color=theme.ink, labelpad=8)
+    axes.set_ylabel("cross-entropy loss (nats per token)", color=theme.ink, labelpad=8)
+    axes.grid(color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=theme.ink, length=0, labelsize=9)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.ink)
+    handles = [
+        axes.plot([], [], color=theme.ink, linewidth=2.2, marker="o", markersize=5.5)[0],
+        axes.plot([], [], color=theme.ink, linewidth=0.9, alpha=0.6)[0],
+    ]
+    legend = axes.legend(handles, ["held out", "training"], frameon=False, fontsize=9)
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+
+
+def _name_curves(axes: Any, curves: Sequence[Curve], theme: Theme) -> None:
+    """Names at the right edge, at the height where the curve ends, moved apart where they meet."""
+    low, high = axes.get_ylim()
+    gap = 0.055
+    heights: list[float] = []
+    ordered = sorted(curves, key=lambda curve: curve.held_out[-1][1])
+    for curve in ordered:
+        height = (curve.held_out[-1][1] - low) / (high - low)
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    for curve, height in zip(ordered, heights, strict=True):
+        name = curve.label
+        short = name if len(name) <= LABEL_LETTERS else f"{name[: LABEL_LETTERS - 2]}.."
+        axes.annotate(
+            short,
+            (1.0, height),
+            xycoords="axes fraction",
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
+            fontweight="bold",
+            color=theme.arms[curve.style % len(theme.arms)],
+            parse_math=False,
+            annotation_clip=False,
+        )

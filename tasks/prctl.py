@@ -1,0 +1,39 @@
+"""Two properties of a Linux process, set by prctl(2). On other systems both functions do nothing.
+
+Only the standard library: ranks use this before they import anything heavy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process as soon as `parent` (a pid) is dead.
+
+    The kernel watches the thread that created this process, so create it from a main thread. The
+    setting survives exec but is not inherited by children.
+    """
+    if sys.platform == "linux":
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the kernel was told
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Have orphaned descendants become children of this process instead of init's."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

@@ -1,0 +1,132 @@
+"""Checkpoints: what is restored is what was saved, and a damaged one is passed over, said aloud."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+from algorithms.common.checkpoint import Checkpoints
+from algorithms.common.comm import Comm
+from algorithms.common.errors import InputError
+
+ALONE = Comm(None, torch.device("cpu"))
+
+
+def network(width=4):
+    torch.manual_seed(width)
+    module = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 1))
+    return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+
+def advance(module, optimizer, steps=1):
+    for _ in range(steps):
+        module(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(folder, steps=(1, 2, 3), keep=3):
+    """Checkpoints after these steps, and the network as it was after the last."""
+    module, optimizer = network()
+    checkpoints = Checkpoints(folder, keep, ALONE)
+    for step in steps:
+        advance(module, optimizer)
+        checkpoints.save(step, module, optimizer, {"note": [step, 0.1]})
+    return module, optimizer
+
+
+def largest(folder):
+    return max(folder.iterdir(), key=lambda file: file.stat().st_size)
+
+
+def test_weights_moments_and_notes_come_back_bit_for_bit(tmp_path):
+    module, optimizer = saved(tmp_path)
+    other, its_optimizer = network()
+    step, notes = Checkpoints(tmp_path, 3, ALONE).load(other, its_optimizer)
+    assert (step, notes) == (3, {"note": [3, 0.1]})
+    advance(module, optimizer, 2)
+    advance(other, its_optimizer, 2)
+    for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_a_checkpoint_nothing_changes(tmp_path):
+    module, optimizer = network()
+    assert Checkpoints(tmp_path, 1, ALONE).load(module, optimizer) == (0, {})
+    assert not optimizer.state
+
+
+def test_only_the_last_k_are_kept(tmp_path):
+    saved(tmp_path, steps=(1, 2, 3, 4), keep=2)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+
+
+def truncate(folder):
+    os.truncate(largest(folder), 10)
+
+
+def remove_file(folder):
+    largest(folder).unlink()
+
+
+def remove_seal(folder):
+    (folder / "seal.json").unlink()
+
+
+def garble_seal(folder):
+    (folder / "seal.json").write_text("{")
+
+
+def remove_metadata(folder):
+    (folder / ".metadata").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, remove_file, remove_seal, garble_seal, remove_metadata]
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog, damage):
+    saved(tmp_path)
+    damage(tmp_path / "step_00000003")
+    module, optimizer = network()
+    with caplog.at_level(logging.WARNING):
+        step, notes = Checkpoints(tmp_path, 3, ALONE).load(module, optimizer)
+    assert (step, notes["note"][0]) == (2, 2)
+    assert "step_00000003 is passed over" in caplog.text
+    Checkpoints(tmp_path, 3, ALONE).save(3, module, optimizer, {})  # takes the damaged one's place
+    assert Checkpoints(tmp_path, 3, ALONE).load(module, optimizer)[0] == 3
+
+
+def test_a_half_written_one_of_a_killed_run_is_not_seen(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "step_00000003").rename(tmp_path / ".writing_step_00000003")
+    module, optimizer = network()
+    assert Checkpoints(tmp_path, 3, ALONE).load(module, optimizer)[0] == 2
+    Checkpoints(tmp_path, 3, ALONE).save(3, module, optimizer, {})
+    assert not (tmp_path / ".writing_step_00000003").exists()
+
+
+def test_one_of_another_model_is_an_error_that_names_it(tmp_path):
+    saved(tmp_path)
+    module, optimizer = network(width=5)
+    with pytest.raises(InputError, match="step_00000003: cannot be loaded"):
+        Checkpoints(tmp_path, 3, ALONE).load(module, optimizer)
+
+
+def save_and_load(comm, folder):
+    module, optimizer = network()
+    advance(module, optimizer)
+    Checkpoints(folder, 2, comm).save(1, module, optimizer, {"rank": "all"})
+    other, its_optimizer = network()
+    step, notes = Checkpoints(folder, 2, comm).load(other, its_optimizer)
+    same = all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(module.parameters(), other.parameters(), strict=True)
+    )
+    return step, notes, same
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_ranks_restore_the_same(ranks, tmp_path, world_size):
+    results = ranks.run(save_and_load, tmp_path, world_size=world_size)
+    assert results == [(1, {"rank": "all"}, True)] * world_size

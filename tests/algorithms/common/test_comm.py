@@ -1,0 +1,260 @@
+"""Exact bytes, and values against the obvious reference: stack what the ranks hold and reduce."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from algorithms.common import comm as communication
+from algorithms.common.comm import Comm, Op
+from algorithms.common.errors import InputError
+from algorithms.common.meter import Counter, all_reduce_wire_bytes
+from tests.distributed import RankPool
+from tests.reductions import assert_reduced, values
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
+ALONE = torch.device("cpu")
+
+
+# All-reduce
+
+
+def reduce_one(comm: Comm, n: int, dtype: torch.dtype, op: Op) -> tuple[Tensor, Counter]:
+    tensor = values(comm.rank, n, dtype=dtype)
+    assert comm.all_reduce(tensor, "test", op).wait().data_ptr() == tensor.data_ptr()
+    return tensor, comm.counters["test"]
+
+
+@WORLDS
+@pytest.mark.parametrize("n", [0, 1, 7, 1001])
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+def test_all_reduce(ranks: RankPool, world_size: int, n: int, op: Op) -> None:
+    results = ranks.run(reduce_one, n, torch.float64, op, world_size=world_size)
+    assert_reduced([t for t, _ in results], [values(r, n) for r in range(world_size)], op)
+    wire = 2 * (world_size - 1) * ((8 * n + world_size - 1) // world_size)
+    assert [counter for _, counter in results] == [Counter(8 * n, wire, 1)] * world_size
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8]
+)
+def test_all_reduce_of_other_dtypes(ranks: RankPool, dtype: torch.dtype) -> None:
+    results = ranks.run(reduce_one, 7, dtype, "sum", world_size=2)
+    size = 7 * dtype.itemsize
+    expected = values(0, 7, dtype=dtype) + values(1, 7, dtype=dtype)
+    for tensor, counter in results:
+        assert torch.equal(tensor, expected)
+        assert counter == Counter(size, 2 * ((size + 1) // 2), 1)
+
+
+def reduce_in_part(comm: Comm) -> tuple[Tensor, Tensor, Counter]:
+    whole = values(comm.rank, 6, 4)
+    parameter = nn.Parameter(whole.clone())
+    transfer = comm.all_reduce(whole.t()[1:3], "test", "mean", async_op=True)
+    transfer.wait()
+    transfer.wait()  # once more changes nothing
+    comm.all_reduce(parameter, "leaf")
+    return whole, parameter.detach(), comm.counters["test"]
+
+
+@WORLDS
+def test_all_reduce_of_a_view_changes_only_the_view(ranks: RankPool, world_size: int) -> None:
+    results = ranks.run(reduce_in_part, world_size=world_size)
+    held = [values(r, 6, 4) for r in range(world_size)]
+    assert_reduced([whole[:, 1:3] for whole, _, _ in results], [h[:, 1:3] for h in held], "mean")
+    assert_reduced([parameter for _, parameter, _ in results], held, "sum")
+    for (whole, _, counter), before in zip(results, held, strict=True):
+        assert torch.equal(whole[:, [0, 3]], before[:, [0, 3]])
+        assert counter.payload_bytes == 2 * 6 * 8
+
+
+# The other collectives
+
+
+def gathered(comm: Comm, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Counter]:
+    tensor = values(comm.rank, 3, 5, dtype=dtype).t()
+    into = torch.empty(5 * comm.world_size, 3, dtype=dtype)
+    comm.all_gather_into(into, tensor, "into")
+    return comm.all_gather(tensor, "test"), into, comm.counters["test"]
+
+
+@WORLDS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool])
+def test_all_gather(ranks: RankPool, world_size: int, dtype: torch.dtype) -> None:
+    expected = [values(r, 3, 5, dtype=dtype).t() for r in range(world_size)]
+    size = 15 * dtype.itemsize
+    for parts, into, counter in ranks.run(gathered, dtype, world_size=world_size):
+        assert torch.equal(torch.stack(parts), torch.stack(expected))
+        assert torch.equal(into, torch.cat(expected))
+        assert counter == Counter(size, (world_size - 1) * size, 1)
+
+
+def scattered(comm: Comm) -> tuple[Tensor, Tensor, dict[str, Counter]]:
+    whole = values(comm.rank, 4 * 3, 2)
+    mine = torch.empty(4 * 3 // comm.world_size, 2, dtype=torch.float64)
+    comm.reduce_scatter(mine, whole, "test", "mean")
+    comm.all_gather_into(whole, mine, "test")
+    return mine, whole, comm.counters
+
+
+@WORLDS
+def test_reduce_scatter_and_all_gather_count_like_one_all_reduce(
+    ranks: RankPool, world_size: int
+) -> None:
+    results = ranks.run(scattered, world_size=world_size)
+    held = [values(r, 12, 2) for r in range(world_size)]
+    assert_reduced([whole for _, whole, _ in results], held, "mean")
+    assert torch.equal(torch.cat([mine for mine, _, _ in results]), results[0][1])
+    size = 12 * 2 * 8
+    expected = Counter(size, all_reduce_wire_bytes(size, world_size), 2)
+    assert [counters["test"] for *_, counters in results] == [expected] * world_size
+
+
+def broadcast(comm: Comm, src: int) -> tuple[Tensor, Counter]:
+    tensor = values(comm.rank, 5, 3).t()
+    comm.broadcast(tensor, src, "test")
+    return tensor, comm.counters["test"]
+
+
+@WORLDS
+def test_broadcast(ranks: RankPool, world_size: int) -> None:
+    src = world_size - 1
+    results = ranks.run(broadcast, src, world_size=world_size)
+    for rank, (tensor, counter) in enumerate(results):
+        assert torch.equal(tensor, values(src, 5, 3).t())
+        end_of_chain = rank == (src - 1) % world_size
+        assert counter == Counter(120, 0 if end_of_chain else 120, 1)
+
+
+def objects(comm: Comm) -> tuple[object, object, Counter]:
+    told = comm.broadcast_object({"rank": comm.rank, "text": "x" * 1000}, src=comm.world_size - 1)
+    everyone = comm.gather_objects("y" * (10 * comm.rank))
+    comm.barrier()
+    return told, everyone, comm.counters["control"]
+
+
+@WORLDS
+def test_objects_are_metered_as_control_and_kept_out_of_the_totals(
+    ranks: RankPool, world_size: int
+) -> None:
+    results = ranks.run(objects, world_size=world_size)
+    for rank, (told, everyone, counter) in enumerate(results):
+        assert told == {"rank": world_size - 1, "text": "x" * 1000}
+        assert everyone == (["y" * 10 * r for r in range(world_size)] if rank == 0 else None)
+        assert counter.calls == 3
+        smallest = 1000 + 10 * rank
+        assert smallest < counter.payload_bytes < smallest + 200
+        assert (counter.wire_bytes > 0) == (world_size > 1 and not (world_size == 2 and rank == 0))
+
+
+# DDP
+
+
+class Net(nn.Module):
+    """Several buckets of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 131), nn.Tanh(), nn.Linear(131, 601, bias=False))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.layers(x) * self.scale.prod()).square().mean()
+        return loss
+
+
+def gradients(comm: Comm, hooked: bool) -> tuple[list[list[Tensor]], Counter | None]:
+    model = Net()
+    wrapped = DistributedDataParallel(model, process_group=comm.group, bucket_cap_mb=0.1)
+    if hooked:
+        wrapped.register_comm_hook(None, comm.ddp_hook("gradients"))
+    steps = []
+    for step in range(3):
+        model.zero_grad()
+        wrapped(values(10 * step + comm.rank, 5, 7, dtype=torch.float32)).backward()
+        steps.append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
+    return steps, comm.counters.get("gradients")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ddp_hook_changes_no_bit_and_counts_every_byte(ranks: RankPool, world_size: int) -> None:
+    plain = ranks.run(gradients, False, world_size=world_size)
+    hooked = ranks.run(gradients, True, world_size=world_size)
+    for (expected, _), (found, counter) in zip(plain, hooked, strict=True):
+        for before, after in zip(expected, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert counter is not None
+        assert counter.payload_bytes == 3 * sum(p.nbytes for p in Net().parameters())
+        assert counter.calls > 3  # more than one bucket a step
+        assert (counter.wire_bytes > 0) == (world_size > 1)
+
+
+# A world of one without a group
+
+
+def test_without_a_group_everything_is_the_identity() -> None:
+    comm = Comm(None, ALONE)
+    assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "none")
+    tensor = values(0, 3, 4)
+    operations: list[Callable[[], object]] = [
+        lambda: comm.all_reduce(tensor, "a", "mean"),
+        lambda: comm.all_reduce(tensor, "a", "max", async_op=True).wait(),
+        lambda: comm.all_reduce_flat([tensor, tensor[0]], "a"),
+        lambda: comm.broadcast(tensor, 0, "b"),
+        lambda: comm.barrier(),
+        lambda: comm.reduce_scatter(tensor, tensor.clone(), "a"),
+        lambda: comm.all_gather_into(tensor, tensor.clone(), "a"),
+    ]
+    for operation in operations:
+        operation()
+        assert torch.equal(tensor, values(0, 3, 4))
+    assert torch.equal(comm.all_gather(tensor, "a")[0], tensor)
+    assert comm.broadcast_object([1], src=0) == [1]
+    assert comm.gather_objects("x") == ["x"]
+    assert comm.wire_bytes == 0
+    assert comm.counters["a"] == Counter(96 * 2 + (96 + 32) + 0 + 96 + 96, 0, 6)
+
+
+# init
+
+
+def test_init_without_torchrun_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    comm = communication.init("gloo")
+    assert comm.group is None and comm.world_size == 1 and not dist.is_initialized()
+    communication.shutdown(comm)
+
+
+def test_init_under_torchrun_joins_the_world(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    comm = communication.init("gloo")
+    assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "gloo")
+    communication.shutdown(comm)
+    assert not dist.is_initialized()
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_init_never_swaps_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "99")  # more than any machine has
+    with pytest.raises(InputError, match="^backend: nccl needs one CUDA device.* 99 has none"):
+        communication.init("nccl")
+    with pytest.raises(InputError, match="^backend: 'mpi' is unknown"):
+        communication.init("mpi")

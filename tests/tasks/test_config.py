@@ -1,0 +1,112 @@
+"""params.yaml: typed, and wrong in one line that names the file and the dotted key."""
+
+import pytest
+
+from algorithms.common.errors import InputError
+from tasks.config import load_params, load_yaml
+from tasks.paths import PROJECT
+
+
+def test_the_params_of_the_project_are_valid_in_both_profiles():
+    assert load_params().pretrain_lordo.arms["ddp"].method == "ddp"
+    gpu = load_params(profile="gpu")
+    assert gpu.pretrain_lordo.training.backend == "nccl"
+    assert gpu.pretrain_lordo.arms["ddp"].optimizer.beta2 == 0.95, "what is not overridden stays"
+
+
+def test_numbers_are_read_as_dvc_reads_them():
+    params = load_params(overrides=["pretrain_lordo.arms.ddp.optimizer.lr=1e-3"])
+    assert params.pretrain_lordo.arms["ddp"].optimizer.lr == 0.001
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pretrain_lordo.training.step=3", "pretrain_lordo.training.step: unknown key; did you"),
+        (
+            "pretrain_lordo.arms.ddp.optimizer.lrr=1",
+            "optimizer.lrr: unknown key; did you mean 'lr'",
+        ),
+        ("corpuss.val_fraction=0.1", "corpuss: unknown key; did you mean 'corpus'"),
+        ("pretrain_lordo.training.steps=many", "training.steps: input should be a valid integer"),
+        ("pretrain_lordo.training.steps=1.5", "training.steps: input should be a valid integer"),
+        ("pretrain_lordo.training.steps=-1", "pretrain_lordo.training.steps: must be positive"),
+        ("pretrain_lordo.training.global_batch=7", "training.global_batch: must be a multiple of"),
+        (
+            "pretrain_lordo.training.backend=mpi",
+            "training.backend: input should be 'gloo' or 'nccl'",
+        ),
+        ("pretrain_lordo.arms={}", "pretrain_lordo.arms: must name at least one arm"),
+        ("pretrain_lordo.arms.ddp.optimizer.lr=.nan", "optimizer.lr: must be positive"),
+        ("tokens.vocab_size=5", "tokens.vocab_size: must be at least 257"),
+        ("tokens=null", "tokens: input should be an object"),
+        ("corpus.sources=[]", "corpus.sources: must name at least one source"),
+        ("corpus.sources=[{form: stdlib}]", "corpus.sources.0.from: is required"),
+        ("corpus.sources=[{from: 'ftp:x'}]", "corpus.sources.0.from: unknown kind 'ftp'"),
+        ("corpus.sources=[{from: 'pypi:Django'}]", "sources.0.from: must be pypi:NAME==VERSION"),
+        ("corpus.sources=[{from: 'pypi:a==1'}]", "sources.0.sha256: is required for a pypi source"),
+        ("model.hidden_size=130", "model.hidden_size: must be a multiple of num_attention_heads"),
+        ("launch.stop_seconds=null", "launch.stop_seconds: input should be a valid number"),
+    ],
+)
+def test_what_is_wrong_is_named(override, message):
+    with pytest.raises(InputError) as caught:
+        load_params(overrides=[override])
+    text = str(caught.value)
+    assert text.startswith("params.yaml: ")
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tokens.vocab_size", "--set tokens.vocab_size: must be key=value"),
+        ("=3", "--set =3: must be key=value"),
+        ("tokens.vocab_size.x=3", "--set tokens.vocab_size.x: no such key"),
+        ("tokens.vocab_size=[", "--set tokens.vocab_size: not YAML"),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_named(override, message):
+    with pytest.raises(InputError, match=message.replace("[", r"\[")):
+        load_params(overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"corpus: [", "not YAML"),
+        (b"- 1\n- 2\n", "must hold a mapping of stages, not list"),
+        (b"", "must hold a mapping of stages, not NoneType"),
+        (b"a: \xff\n", "not UTF-8 at byte 3"),
+        (b"tokens: {}\ntokens: {}\n", "not YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
+    path = tmp_path / "params.yaml"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        load_yaml(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_profile_is_named():
+    with pytest.raises(InputError, match=r"params\.nowhere\.yaml: no such file"):
+        load_params(profile="nowhere")
+
+
+def test_a_missing_key_is_named(tmp_path):
+    text = (PROJECT / "params.yaml").read_text().replace("val_fraction: 0.05", "")
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    assert load_params(path).corpus.val_fraction == 0.05, "it has a default"
+    path.write_text("\n".join(line for line in text.splitlines() if "sources:" not in line))
+    with pytest.raises(InputError, match="params.yaml: "):
+        load_params(path)
+
+
+def test_an_unknown_arm_is_named_with_the_known_ones():
+    with pytest.raises(InputError, match="no arm 'dpp' in params.yaml; known arms: ddp"):
+        load_params().stage_of("dpp")
