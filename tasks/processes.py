@@ -1,8 +1,10 @@
-"""Finding and killing all processes of a job by the mark in their environment.
+"""Finding and killing all processes of a job by the marks in their environment.
 
 torchrun gives every rank a session of its own, so no process group holds a job together. What does
-is a variable that children inherit and cannot shed by forking, by `setsid` or by losing their
-parent: SHOESTRING_JOB=<job id>.
+are variables that children inherit and cannot shed by forking, by `setsid` or by losing their
+parent. One names the job; another names its run directory, because a job id is a hash of what
+decides the result: two clones of the project train the same job under the same id, and neither may
+kill the other's.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from pathlib import Path
 
 import psutil
 
 MARK = "SHOESTRING_JOB"
-"""Environment variable of the agent, the ranks and their children: the job id."""
-SUPERVISOR_MARK = "SHOESTRING_SUPERVISOR"
-"""The same for supervisors, which are not swept: one that waits for its turn must live."""
+"""Environment variable of supervisor, agent, ranks and their children: the job id."""
+RUN_DIR_MARK = "SHOESTRING_RUN_DIR"
+"""The same without the supervisor: the run directory, resolved."""
 
 POLL_S = 0.02
 
@@ -26,18 +29,19 @@ def alive(job_id: str) -> list[int]:
 
     Processes of other users cannot be read and are not found.
     """
-    return [process.pid for process in _marked(job_id, MARK, SUPERVISOR_MARK)]
+    return [process.pid for process in _marked(MARK, job_id)]
 
 
-def sweep(job_id: str, *, timeout_s: float = 5.0) -> list[int]:
-    """SIGKILL the processes of a job, but for supervisors and the caller, until none is left.
+def sweep(run_dir: Path, *, timeout_s: float = 5.0) -> list[int]:
+    """SIGKILL the processes of the job in `run_dir` until none is left; for the lock's holder.
 
-    Returns the pids that still live after `timeout_s` seconds: stuck in the kernel (state D).
+    Supervisors live on: one may be waiting for its turn. Returns the pids that still live after
+    `timeout_s` seconds: stuck in the kernel (state D).
     """
     give_up = time.monotonic() + timeout_s
     while True:
         # Listed again each time: one may have forked between the listing and its death.
-        found = _marked(job_id, MARK)
+        found = _marked(RUN_DIR_MARK, str(run_dir.resolve()))
         if not found or time.monotonic() > give_up:
             return [process.pid for process in found]
         for process in found:
@@ -46,11 +50,10 @@ def sweep(job_id: str, *, timeout_s: float = 5.0) -> list[int]:
         time.sleep(POLL_S)
 
 
-def _marked(job_id: str, *marks: str) -> list[psutil.Process]:
+def _marked(mark: str, value: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            environment = process.environ()
-            if job_id in map(environment.get, marks) and process.pid != os.getpid():
+            if process.environ().get(mark) == value and process.pid != os.getpid():
                 found.append(process)
     return found

@@ -36,7 +36,7 @@ from algorithms.common.files import read_json, write_json
 from algorithms.common.stopping import on_signals
 from tasks.jobs.entry import LOG_DIR
 from tasks.prctl import become_subreaper, die_with_parent
-from tasks.processes import MARK, sweep
+from tasks.processes import RUN_DIR_MARK, sweep
 
 POLL_S = 0.1
 KILL_AFTER_S = 3.0
@@ -54,7 +54,6 @@ class Spec:
 
     module: str
     run_dir: str
-    job_id: str
     ranks: int
     deadline_s: float
     stop_s: float
@@ -90,7 +89,7 @@ def main(spec: Spec) -> int:
     owner = Owner(spec.owner)
     try:
         lock = take_lock(Path(spec.run_dir))
-        survivors = sweep(spec.job_id)
+        survivors = sweep(Path(spec.run_dir))
         if survivors:
             raise InputError(f"{spec.run_dir}: processes {survivors} of an earlier start live on")
         log_dir = next_attempt(Path(spec.run_dir))
@@ -175,7 +174,7 @@ def start_agent(spec: Spec, log_dir: Path) -> subprocess.Popen[bytes]:
     me = os.getpid()
     return subprocess.Popen(
         [sys.executable, "-m", "tasks.agent", str(log_dir / "failures.json"), "--", *torchrun],
-        env={**os.environ, MARK: spec.job_id, LOG_DIR: str(log_dir)},
+        env={**os.environ, RUN_DIR_MARK: spec.run_dir, LOG_DIR: str(log_dir)},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=lambda: die_with_parent(me),
@@ -210,7 +209,7 @@ def watch(
 
 def clean_up(spec: Spec) -> list[int]:
     """Kill and reap whatever the job left; the pids that could not be killed."""
-    survivors = sweep(spec.job_id)
+    survivors = sweep(Path(spec.run_dir))
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -225,7 +224,10 @@ def tell_orphaned(spec: Spec, owner: Owner) -> None:
     try:
         done = subprocess.run(
             spec.on_orphaned,
-            env={**os.environ, MARK: spec.job_id},  # so that `clean_up` finds what it leaves
+            env={
+                **os.environ,
+                RUN_DIR_MARK: spec.run_dir,
+            },  # so that `clean_up` finds what it leaves
             stdin=subprocess.DEVNULL,
             timeout=min(ON_ORPHANED_S, left),
             preexec_fn=lambda: die_with_parent(me),

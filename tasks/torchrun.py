@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
-from algorithms.common.errors import InputError
+from algorithms.common.errors import InputError, Preempted
 from algorithms.common.files import read_json
 from tasks.paths import PROJECT
-from tasks.processes import SUPERVISOR_MARK, sweep
+from tasks.processes import MARK, sweep
 from tasks.supervisor import Spec
 
 POLL_S = 0.2
@@ -62,7 +62,7 @@ class JobFailed(RuntimeError):
         """The last 20 lines of the rank's log, or of agent.log."""
 
 
-class JobStopped(RuntimeError):
+class JobStopped(Preempted):
     """The job was asked to stop before its end; the next start resumes."""
 
 
@@ -104,7 +104,6 @@ def run_job(
     spec = Spec(
         module=module,
         run_dir=str(run_dir),
-        job_id=job_id,
         ranks=ranks,
         deadline_s=deadline_s,
         stop_s=stop_s,
@@ -137,8 +136,8 @@ def run_job(
             try:
                 _end(supervisor, stop_s)
             finally:
-                if log_dir is not None:  # else the job of this id is not ours
-                    _sweep(job_id)
+                if log_dir is not None:  # else the run directory is not ours
+                    _sweep(run_dir)
     _check(log_dir, supervisor.returncode, module, deadline_s)
 
 
@@ -150,7 +149,7 @@ def _environment(job_id: str, threads: int, env: Mapping[str, str]) -> dict[str,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
         **env,
-        SUPERVISOR_MARK: job_id,
+        MARK: job_id,
     }
 
 
@@ -214,11 +213,11 @@ def _end(supervisor: subprocess.Popen[bytes], stop_s: float) -> None:
             pipe.close()
 
 
-def _sweep(job_id: str) -> None:
+def _sweep(run_dir: Path) -> None:
     """Kill what is left; there is something only if the supervisor was killed."""
-    survivors = sweep(job_id)
+    survivors = sweep(run_dir)
     if survivors:
-        logger.error("processes %s of job %s cannot be killed", survivors, job_id)
+        logger.error("processes %s of the job in %s cannot be killed", survivors, run_dir)
 
 
 def _check(log_dir: Path, supervisor_code: int, module: str, deadline_s: float) -> None:

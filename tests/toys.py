@@ -1,4 +1,4 @@
-"""Small inputs for tests: a folder of token shards, and configs of models that train in a second."""
+"""Small inputs for tests: a folder of token shards, configs of models that train in a second."""
 
 import hashlib
 import json

@@ -24,42 +24,39 @@ def run(config_path: Path) -> None:
     config = from_dict(JobConfig, read_json(config_path))
     training, run_dir, tokens_dir = config.training, config_path.parent, Path(config.tokens_dir)
     comm = communication.init(training.backend)
-    try:
-        if comm.world_size != training.ranks:
-            raise InputError(
-                f"{config_path}: training.ranks is {training.ranks}, "
-                f"torchrun started {comm.world_size}"
-            )
-        environment.check_precision(training.precision, comm.device)
-        facts = environment.describe(comm)
-        if comm.rank == 0:
-            write_json(run_dir / "env.json", facts)
-        shards = data.TokenShards(tokens_dir, "train")
-        decoder = model.build(
-            config.model,
-            vocab_size=shards.vocab_size,
-            end_of_text=shards.end_of_text,
-            seed=training.seed,
-        ).to(comm.device)
-        loop = Loop(
-            training,
-            peak_lr=config.arm.optimizer.lr,
-            model=decoder,
-            method=DataParallel(decoder, config.arm.optimizer, comm),
-            tokens_dir=tokens_dir,
-            run_dir=run_dir,
-            comm=comm,
-            stop_requested=stopping.on_signals(),
+    if comm.world_size != training.ranks:
+        raise InputError(
+            f"{config_path}: training.ranks is {training.ranks}, torchrun started {comm.world_size}"
         )
-        result = loop.run()
-        if comm.rank == 0:
-            result["timing"]["oversubscribed"] = facts["oversubscribed"]
-            result["weights_sha256"] = model.weights_sha256(decoder)
-            model.save(decoder, tokens_dir, run_dir / "model")
-            write_json(run_dir / "result.json", result)
-        comm.barrier()
-    finally:
-        communication.shutdown(comm)
+    environment.check_precision(training.precision, comm.device)
+    facts = environment.describe(comm)
+    if comm.rank == 0:
+        write_json(run_dir / "env.json", facts)
+    shards = data.TokenShards(tokens_dir, "train")
+    decoder = model.build(
+        config.model,
+        vocab_size=shards.vocab_size,
+        end_of_text=shards.end_of_text,
+        seed=training.seed,
+    ).to(comm.device)
+    loop = Loop(
+        training,
+        peak_lr=config.arm.optimizer.lr,
+        model=decoder,
+        method=DataParallel(decoder, config.arm.optimizer, comm),
+        tokens_dir=tokens_dir,
+        run_dir=run_dir,
+        comm=comm,
+        stop_requested=stopping.on_signals(),
+    )
+    result = loop.run()
+    if comm.rank == 0:
+        result["timing"]["oversubscribed"] = facts["oversubscribed"]
+        result["weights_sha256"] = model.weights_sha256(decoder)
+        model.save(decoder, tokens_dir, run_dir / "model")
+        write_json(run_dir / "result.json", result)
+    comm.barrier()
+    communication.shutdown(comm)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ def run(config_path: Path) -> None:
     (config_path.parent / f"ready_{rank}").write_text(str(os.getpid()))
     if action in ("wait", "ignore"):
         time.sleep(600)
+    elif action == "leave":
+        time.sleep(float(argument))
     elif action == "checkpoint":
         while not stop_requested():
             time.sleep(0.05)

@@ -7,21 +7,22 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tasks.paths import PROJECT
-from tasks.processes import MARK, SUPERVISOR_MARK, alive, sweep
+from tasks.processes import MARK, RUN_DIR_MARK, alive, sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl is of Linux")
 
 
-def start(job_id: str, code: str, mark: str = MARK) -> subprocess.Popen[str]:
+def start(job_id: str, code: str, **env: str) -> subprocess.Popen[str]:
     """Python running `code` in a session of its own; returns when it has printed a line."""
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=PROJECT,
-        env={**os.environ, mark: job_id},
+        env={**os.environ, MARK: job_id, **env},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -38,26 +39,32 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.05)
 
 
-def test_alive_finds_only_this_job() -> None:
+def test_only_the_job_of_this_run_directory_is_killed(tmp_path: Path) -> None:
     one, other = uuid.uuid4().hex, uuid.uuid4().hex
+    here, clone = tmp_path / "here", tmp_path / "clone"
     code = "import time; print(1, flush=True); time.sleep(60)"
-    processes = [start(one, code), start(other, code), start(one, code, SUPERVISOR_MARK)]
+    rank = start(one, code, **{RUN_DIR_MARK: str(here)})
+    supervisor = start(one, code)
+    same_job_elsewhere = start(one, code, **{RUN_DIR_MARK: str(clone)})
+    other_job = start(other, code, **{RUN_DIR_MARK: str(tmp_path)})
+    spared = [supervisor, same_job_elsewhere, other_job]
     try:
-        assert sorted(alive(one)) == sorted([processes[0].pid, processes[2].pid])
-        assert alive(other) == [processes[1].pid]
+        assert sorted(alive(one)) == sorted(
+            [rank.pid, supervisor.pid, same_job_elsewhere.pid],
+        )
+        assert alive(other) == [other_job.pid]
         assert alive(one[:-1]) == []
-        assert sweep(one) == []
-        assert processes[0].wait(10) == -signal.SIGKILL
-        assert processes[1].poll() is None
-        assert processes[2].poll() is None  # a supervisor is not swept
+        assert sweep(here) == []
+        assert rank.wait(10) == -signal.SIGKILL
+        assert [process.poll() for process in spared] == [None, None, None]
     finally:
-        for process in processes:
+        for process in (rank, *spared):
             process.kill()
             process.wait()
     assert alive(one) == alive(other) == []
 
 
-def test_sweep_reaches_orphans_in_sessions_of_their_own_that_ignore_sigterm() -> None:
+def test_sweep_reaches_orphans_in_sessions_of_their_own_that_ignore_sigterm(tmp_path: Path) -> None:
     job_id = uuid.uuid4().hex
     child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     code = (
@@ -66,9 +73,9 @@ def test_sweep_reaches_orphans_in_sessions_of_their_own_that_ignore_sigterm() ->
         "start_new_session=True, stdout=subprocess.DEVNULL)\n"
         "print(1, flush=True)"
     )
-    assert start(job_id, code).wait(10) == 0
+    assert start(job_id, code, **{RUN_DIR_MARK: str(tmp_path)}).wait(10) == 0
     assert len(alive(job_id)) == 3
-    assert sweep(job_id) == []
+    assert sweep(tmp_path) == []
     assert alive(job_id) == []
 
 

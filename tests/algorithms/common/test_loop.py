@@ -35,7 +35,7 @@ def build(training, tokens, comm, dtype=torch.float32):
 
 
 def train(comm, tokens, run_dir, training, kill_at=None, stop_at=None, break_at=None):
-    """One attempt on one rank. `kill_at`: raise in that step; `stop_at`: rank 0 is asked to stop."""
+    """One attempt on one rank: `kill_at` raises in that step, `stop_at` asks rank 0 to stop."""
     decoder = build(training, tokens, comm)
     method = DataParallel(decoder, toys.OPTIMIZER, comm)
     step = 0

@@ -74,7 +74,7 @@ def test_the_tokenizer_comes_along(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "lama"}, "model.family: transformers has no 'lama'"),
+        ({"family": "gopher"}, "model.family: transformers has no 'gopher'"),
         ({"extra": {"rope_thetas": 1}}, "model.extra.rope_thetas: llama has no such setting"),
         ({"path": "/nowhere"}, "model.path: /nowhere holds no config.json"),
     ],

@@ -1,0 +1,210 @@
+"""The whole pipeline in a project of its own: real Prefect, MLflow, DVC, git and torchrun.
+
+One experiment is run for all tests of this file, in a folder whose name has a space and letters
+that are not ASCII.
+"""
+
+import json
+import sqlite3
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from algorithms.common.files import read_json
+from tests.project import Project
+
+DDP = "pretrain_lordo/ddp"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A project after `experiment`, with what it printed."""
+    project = Project(tmp_path_factory.mktemp("fresh") / "räume und zeiten")
+    done = project.flows("experiment")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project, done
+
+
+def query(project, database, sql):
+    with sqlite3.connect(project.root / database) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def test_it_ends_with_the_table_and_where_to_look(finished):
+    project, done = finished
+    for text in ("Arms", "ddp", "bits/byte", "device-hours", "payload"):
+        assert text in done.stdout
+    assert "report:  reports/index.html" in done.stdout
+    assert "mlflow ui --host 127.0.0.1" in done.stdout
+    assert "prefect server start --host 127.0.0.1" in done.stdout
+    assert (project.root / "reports" / "index.html").is_file()
+
+
+def test_dvc_and_git_see_no_change_but_the_lock(finished):
+    project, _ = finished
+    assert "up to date" in project.dvc("status").stdout
+    assert project.git("status", "--porcelain").strip() == "?? dvc.lock"
+    repro = project.dvc("repro")
+    assert repro.returncode == 0, repro.stderr
+    assert "didn't change, skipping" in repro.stdout
+    assert "Running stage" not in repro.stdout
+
+
+def test_run_again_it_says_in_seconds_that_all_is_up_to_date(finished):
+    project, _ = finished
+    begun = time.perf_counter()
+    done = project.flows("experiment")
+    assert done.returncode == 0
+    assert "up to date: corpus, tokens, pretrain_lordo@ddp, report" in done.stdout
+    assert "Arms" in done.stdout
+    assert time.perf_counter() - begun < 15
+
+
+def test_the_model_is_an_ordinary_directory_with_its_tokenizer(finished):
+    project, _ = finished
+    folder = project.root / "models" / DDP
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    ids = tokenizer("a river of small stones", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(ids[0]) == "a river of small stones"
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss
+    assert torch.isfinite(loss)
+
+
+def test_what_repeats_is_tracked_and_what_does_not_is_beside_it(finished):
+    project, _ = finished
+    metrics = project.root / "metrics" / DDP
+    quality, timing = read_json(metrics / "quality.json"), read_json(metrics / "timing.json")
+    assert quality["tokens"] == 12 * 8 * 16
+    assert quality["steps"] == 12
+    assert quality["payload_bytes"] >= 4 * quality["parameters"] * 12
+    assert timing["device_hours"] == pytest.approx(2 * timing["seconds"] / 3600)
+    lock = (project.root / "dvc.lock").read_text()
+    assert "quality.json" in lock and "curve.json" in lock and "timing.json" not in lock
+    assert not set(quality) & set(timing)
+
+
+def test_prefect_has_the_artifacts_and_the_log_of_rank_0(finished):
+    project, _ = finished
+    artifacts = dict(query(project, ".prefect/prefect.db", "SELECT key, data FROM artifact"))
+    assert {"arms", "summary", "mlflow-ddp"} <= set(artifacts)
+    assert "ddp" in artifacts["arms"] and "bits/byte" in artifacts["arms"]
+    assert "/runs/" in artifacts["mlflow-ddp"]
+    messages = [m for (m,) in query(project, ".prefect/prefect.db", "SELECT message FROM log")]
+    assert any(m.startswith("step 12/12  loss ") for m in messages)
+    states = query(project, ".prefect/prefect.db", "SELECT name, state_type FROM flow_run")
+    assert {name for name, _ in states} == {"experiment", "prepare", "pretrain ddp", "report"}
+    assert {state for _, state in states} == {"COMPLETED"}
+    versions = query(project, ".prefect/prefect.db", "SELECT task_version FROM task_run")
+    assert ("1",) in versions
+
+
+def test_mlflow_has_the_tree_the_names_and_the_tags(finished):
+    project, _ = finished
+    runs = query(project, ".mlflow/mlflow.db", "SELECT run_uuid, name, status FROM runs")
+    assert {(name, status) for _, name, status in runs} == {
+        ("experiment", "FINISHED"),
+        ("ddp", "FINISHED"),
+    }
+    ids = {name: run for run, name, _ in runs}
+    tags = dict(
+        query(
+            project,
+            ".mlflow/mlflow.db",
+            f"SELECT key, value FROM tags WHERE run_uuid = '{ids['ddp']}'",
+        )
+    )
+    assert tags["mlflow.parentRunId"] == ids["experiment"]
+    assert tags["dvc_stage"] == "pretrain_lordo@ddp"
+    assert tags["git_commit"] == project.git("rev-parse", "HEAD").strip()
+    assert tags["world_size"] == "2" and tags["backend"] == "gloo" and tags["device"] == "cpu"
+    assert tags["task_version"] == "1" and tags["oversubscribed"] in (
+        "True",
+        "False",
+        "true",
+        "false",
+    )
+    sent = query(
+        project,
+        ".mlflow/mlflow.db",
+        f"SELECT key, step, value FROM metrics WHERE run_uuid = '{ids['ddp']}'",
+    )
+    names = {key for key, _, _ in sent}
+    assert {
+        "train/loss", "val/loss", "val/perplexity", "val/bits_per_byte", "tokens", "tokens_per_s",
+        "lr", "grad_norm", "device_hours", "gpu_hours", "comm/payload_bytes", "comm/wire_bytes",
+        "comm/gradients/payload_bytes", "memory/peak_bytes", "memory/optimizer_bytes",
+    } <= names  # fmt: skip
+    run_dir = next((project.root / "runs" / DDP).iterdir())
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = sorted((step, value) for key, step, value in sent if key == "train/loss")
+    assert losses == [(row["step"], row["train/loss"]) for row in rows]
+    flow_run = query(
+        project, ".mlflow/mlflow.db", "SELECT value FROM tags WHERE key = 'prefect_flow_run'"
+    )
+    assert any(value != "none" for (value,) in flow_run)
+
+
+def test_an_override_leaves_what_is_tracked_alone(finished):
+    project, _ = finished
+    before = (project.root / "dvc.lock").read_text()
+    done = project.flows(
+        "pretrain", "--arm", "ddp", "--plain", "--set", "pretrain_lordo.training.steps=3"
+    )
+    assert done.returncode == 0, done.stderr
+    [place] = (project.root / "runs" / "set").iterdir()
+    assert read_json(place / "metrics" / DDP / "quality.json")["steps"] == 3
+    assert read_json(project.root / "metrics" / DDP / "quality.json")["steps"] == 12
+    assert (project.root / "dvc.lock").read_text() == before
+    assert "up to date" in project.dvc("status").stdout
+
+
+@pytest.mark.slow
+def test_a_changed_param_reruns_only_what_depends_on_it(finished):
+    project, _ = finished
+    project.git("add", "-A")
+    project.git("commit", "-qm", "first results")
+    tokens = (project.root / "data" / "tokens" / "MANIFEST.json").stat().st_mtime_ns
+    project.set("lr: 1.0e-2", "lr: 2.0e-2")
+    done = project.flows("experiment")
+    assert done.returncode == 0, done.stderr
+    assert (project.root / "data" / "tokens" / "MANIFEST.json").stat().st_mtime_ns == tokens
+    assert project.git("status", "--porcelain").split() == ["M", "dvc.lock", "M", "params.yaml"]
+    log = done.stdout + done.stderr
+    assert "tokens: up to date" in log
+    assert "pretrain_lordo@ddp: params.yaml: pretrain_lordo.arms.ddp changed" in log
+    assert "up to date" in project.dvc("status").stdout
+
+
+@pytest.mark.slow
+def test_dvc_repro_from_nothing_gives_the_same_outputs(finished, tmp_path):
+    """In another folder, from a bare shell: equal hashes of all outputs in dvc.lock."""
+    experiment, _ = finished
+    other = Project(tmp_path / "other")
+    done = other.dvc("repro")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = experiment.git("show", "HEAD:dvc.lock") if _committed(experiment) else _lock(experiment)
+    assert _outs(_lock(other)) == _outs(first)
+    assert other.git("status", "--porcelain").split() == ["A", "dvc.lock"]  # DVC stages its lock
+    assert (other.root / "metrics" / DDP / "timing.json").is_file()
+    assert "up to date: corpus" in other.flows("experiment").stdout
+
+
+def _lock(project):
+    return (project.root / "dvc.lock").read_text()
+
+
+def _committed(project):
+    return "dvc.lock" in project.git("ls-files")
+
+
+def _outs(lock):
+    from ruamel.yaml import YAML
+
+    stages = YAML(typ="safe").load(lock)["stages"]
+    return {name: {out["path"]: out["md5"] for out in s["outs"]} for name, s in stages.items()}
