@@ -6,4 +6,4 @@ the command line, by a worker or by a test, and they read it at import.
 
 from tasks import environment
 
-environment.prepare()
+environment.set_defaults()

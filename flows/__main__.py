@@ -7,7 +7,9 @@ exit code 2, a failed job with 1, a stopped one (start again to resume) with 75.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from types import FrameType
 
 EPILOG = """\
 examples:
@@ -61,8 +63,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _exit_on_signals() -> None:
+    """Leave in good order on SIGTERM and SIGHUP: a process that just dies leaves what it started,
+    such as the temporary server of Prefect. A signal that is ignored (nohup) stays so."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, leave)
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    _exit_on_signals()
     from algorithms.common.errors import InputError
     from flows import command
     from tasks.torchrun import JobFailed, JobStopped

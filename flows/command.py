@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from flows import make
@@ -45,29 +47,16 @@ def _own_stages(here: Context, arguments: argparse.Namespace) -> list[str]:
 
 def _run_flow(arguments: argparse.Namespace) -> None:
     """Prefect takes seconds to import, so that is done here and only where it is needed."""
-    overrides, profile = arguments.overrides or None, arguments.profile
-    if arguments.flow == "prepare":
-        from flows.prepare import prepare
-
-        prepare(only=arguments.only, overrides=overrides, profile=profile)
-    elif arguments.flow == "pretrain":
-        from flows.pretrain import pretrain
-
-        pretrain(arguments.arm, overrides=overrides, profile=profile)
-    elif arguments.flow == "report":
-        from flows.report import report
-
-        report(overrides=overrides, profile=profile)
-    else:
-        from flows.experiment import experiment
-
-        experiment(overrides=overrides, profile=profile)
+    flow = getattr(import_module(f"flows.{arguments.flow}"), arguments.flow)
+    own = {key: value for key, value in vars(arguments).items() if key in ("only", "arm")}
+    flow(**own, overrides=arguments.overrides or None, profile=arguments.profile)
 
 
 def _dry_run(here: Context, arm: str) -> str:
     from tasks import train
 
-    return train.prepare(here.params, arm, here.place("tokens").tokens).command
+    code = here.stage(f"{here.params.stage_of(arm)}@{arm}").code
+    return train.prepare(here.params, arm, here.place("tokens").tokens, code).command
 
 
 def _show(here: Context) -> None:
@@ -75,9 +64,9 @@ def _show(here: Context) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tasks import figures, tracking
+    from tasks import arms, servers
 
-    rows = figures.table(figures.read(make.metrics_folders(here)))
+    rows = arms.table(arms.read(make.metrics_folders(here)))
     table = Table(title="Arms")
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "arm" else "right")
@@ -87,17 +76,16 @@ def _show(here: Context) -> None:
     console.print(table)
     page = here.place("report").reports / "index.html"
     print(f"report:  {os.path.relpath(page, Path.cwd())}")
-    print(f"MLflow:  {tracking.ui_command()}")
-    print("Prefect: .venv/bin/prefect server start --host 127.0.0.1")
-    print("both:    make ui")
+    print(*servers.where_to_look(), sep="\n")
 
 
 def _serve(deployments: bool) -> None:
     """Both pages, and a worker if asked, until interrupted."""
     from tasks import servers
 
+    say = partial(print, flush=True)  # whoever started us in the background reads a file
     with ExitStack() as stack:
-        processes = stack.enter_context(servers.pages(print))
+        processes = stack.enter_context(servers.pages(say))
         if deployments:
-            processes.append(stack.enter_context(servers.worker(print)))
+            processes.append(stack.enter_context(servers.worker(say)))
         servers.wait(processes)

@@ -19,6 +19,6 @@ def experiment(overrides: list[str] | None = None, profile: str | None = None) -
     here = context(overrides or (), profile)
     with flow_run("experiment", VERSION, runtime.flow_run.id):
         prepare(overrides=overrides, profile=profile)
-        for arm in here.params.pretrain_lordo.arms:
+        for _, arm in here.arms():
             pretrain(arm, overrides=overrides, profile=profile)
         report(overrides=overrides, profile=profile)

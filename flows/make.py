@@ -14,7 +14,7 @@ from flows.stages import Context
 from tasks.lineage import stage_lock
 
 if TYPE_CHECKING:
-    from tasks.tracking import ArmRun
+    from tasks.tracking import TrackedRun
 
 VERSION = "1"
 
@@ -35,21 +35,26 @@ def tokens(context: Context) -> dict[str, Any]:
     )
 
 
-def arm(context: Context, name: str, parent: ArmRun, say: Callable[[str], None]) -> dict[str, Any]:
+def arm(
+    context: Context, name: str, parent: TrackedRun, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Stage STAGE@`name`: data/tokens -> models/, metrics/; `say` gets rank 0's log."""
     from tasks import train
 
+    stage = context.stage(f"{context.params.stage_of(name)}@{name}")
     return train.run(
         context.params,
         name,
         tokens=context.place("tokens").tokens,
-        out=context.place(f"{context.params.stage_of(name)}@{name}"),
+        code=stage.code,
+        out=context.place(stage.name),
         parent=parent,
+        locked=() if stage.name in context.changed else stage.reads,
         say=say,
     )
 
 
-def report(context: Context, parent: ArmRun) -> dict[str, Any]:
+def report(context: Context, parent: TrackedRun) -> dict[str, Any]:
     """Stage `report`: metrics/ -> reports/, and to MLflow."""
     from tasks import figures, tracking
 
@@ -61,10 +66,9 @@ def report(context: Context, parent: ArmRun) -> dict[str, Any]:
 
 def metrics_folders(context: Context) -> dict[str, Path]:
     """stage/arm -> folder of metrics, for those arms of params.yaml that have been trained."""
-    stage = "pretrain_lordo"
     folders = {
         f"{stage}/{name}": context.place(f"{stage}@{name}").metrics(stage, name)
-        for name in context.params.pretrain_lordo.arms
+        for stage, name in context.arms()
     }
     return {name: folder for name, folder in folders.items() if folder.is_dir()}
 

@@ -8,13 +8,13 @@ from contextvars import ContextVar
 
 from tasks import tracking
 
-_current: ContextVar[tracking.ArmRun | None] = ContextVar("mlflow_parent", default=None)
+_current: ContextVar[tracking.TrackedRun | None] = ContextVar("mlflow_parent", default=None)
 
 
 @contextmanager
 def flow_run(
     flow: str, version: str, prefect_flow_run: str | None = None
-) -> Iterator[tracking.ArmRun]:
+) -> Iterator[tracking.TrackedRun]:
     """The run that arms become children of; first, what earlier processes left is cleared up."""
     outer = _current.get()
     if outer is not None:

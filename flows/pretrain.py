@@ -19,7 +19,8 @@ def pretrain(arm: str, overrides: list[str] | None = None, profile: str | None =
     """Train `arm` and what it reads, where they are not up to date."""
     here = context(overrides or (), profile)
     stage = f"{here.params.stage_of(arm)}@{arm}"
-    prepare(overrides=overrides, profile=profile)
+    if runtime.flow_run.parent_flow_run_id is None:  # `experiment` has prepared already
+        prepare(overrides=overrides, profile=profile)
     say = get_run_logger().info
     with flow_run("pretrain", VERSION, runtime.flow_run.id) as run:
         steps.ensure(here, stage, lambda: steps.train_arm(here, arm, run, say))

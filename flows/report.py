@@ -9,7 +9,7 @@ from flows import steps
 from flows.make import metrics_folders
 from flows.parent import flow_run
 from flows.stages import context
-from tasks import figures
+from tasks import arms
 
 VERSION = "1"
 
@@ -20,6 +20,6 @@ def report(overrides: list[str] | None = None, profile: str | None = None) -> No
     here = context(overrides or (), profile)
     with flow_run("report", VERSION, runtime.flow_run.id) as run:
         steps.ensure(here, "report", lambda: steps.make_report(here, run))
-    arms = figures.read(metrics_folders(here))
-    create_table_artifact(key="arms", table=figures.table(arms), description="All arms")
-    create_markdown_artifact(key="summary", markdown=figures.markdown(arms))
+    trained = arms.read(metrics_folders(here))
+    create_table_artifact(key="arms", table=arms.table(trained), description="All arms")
+    create_markdown_artifact(key="summary", markdown=arms.markdown(trained))

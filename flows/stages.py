@@ -15,6 +15,16 @@ from typing import Any
 from tasks.config import Params, load_params
 from tasks.paths import RUNS, Workspace
 
+CODE = {
+    "corpus": ("archives", "corpus", "downloads", "formats", "globs", "sources"),
+    "tokens": ("token_bytes", "tokens"),
+    "report": ("arms", "figures", "plots", "report_page", "units"),
+}
+"""Modules of tasks/ that decide what a stage makes."""
+
+JOB_CODE = {"pretrain_lordo": ("algorithms/common", "algorithms/lordo")}
+"""Folders that decide what the arms of a pretraining stage make, beside the job itself."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -25,23 +35,28 @@ class Stage:
     """Dotted keys of params.yaml that its result depends on."""
     reads: tuple[str, ...]
     """Stages whose outputs it reads."""
+    code: tuple[str, ...]
+    """Files and folders of code that its result depends on."""
 
 
 def stages(params: Params) -> list[Stage]:
     """All stages, each after those it reads."""
+    code = {stage: tuple(f"tasks/{name}.py" for name in names) for stage, names in CODE.items()}
     arms = [
         Stage(
-            f"pretrain_lordo@{arm}",
-            ("model", "pretrain_lordo.training", f"pretrain_lordo.arms.{arm}"),
+            f"{stage}@{arm}",
+            ("model", f"{stage}.training", f"{stage}.arms.{arm}"),
             ("tokens",),
+            (*JOB_CODE[stage], f"tasks/jobs/{stage}.py", "tasks/train.py"),
         )
-        for arm in params.pretrain_lordo.arms
+        for stage, config in params.pretraining.items()
+        for arm in config.arms
     ]
     return [
-        Stage("corpus", ("corpus",), ()),
-        Stage("tokens", ("tokens",), ("corpus",)),
+        Stage("corpus", ("corpus",), (), code["corpus"]),
+        Stage("tokens", ("tokens",), ("corpus",), code["tokens"]),
         *arms,
-        Stage("report", (), tuple(arm.name for arm in arms)),
+        Stage("report", (), tuple(arm.name for arm in arms), code["report"]),
     ]
 
 
@@ -56,7 +71,16 @@ class Context:
     """Of the changed stages."""
 
     def place(self, stage: str) -> Workspace:
+        """Where the outputs of `stage` lie."""
         return self.workspace if stage in self.changed else Workspace()
+
+    def stage(self, name: str) -> Stage:
+        """The stage of that name."""
+        return next(stage for stage in stages(self.params) if stage.name == name)
+
+    def arms(self) -> list[tuple[str, str]]:
+        """(stage, arm) of every arm of params.yaml."""
+        return [(s, arm) for s, config in self.params.pretraining.items() for arm in config.arms]
 
 
 def context(overrides: Sequence[str] = (), profile: str | None = None) -> Context:

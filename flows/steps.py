@@ -19,7 +19,7 @@ from algorithms.common.errors import InputError
 from flows import make
 from flows.stages import Context
 from tasks import corpus, figures, lineage, tokens, train
-from tasks.sources import SourceUnavailable
+from tasks.downloads import SourceUnavailable
 from tasks.torchrun import JobFailed, JobStopped
 
 
@@ -83,7 +83,7 @@ def ensure(context: Context, stage: str, act: Callable[[], Any]) -> None:
     with lineage.stage_lock(stage):
         if not _made_meanwhile(stage):
             act()
-        with contextlib.suppress(lineage.Busy):
+        with contextlib.suppress(lineage.Busy):  # it may wait for our lock: do not wait long here
             return lineage.record(stage, patience_s=5.0)
     lineage.record(stage)
 

@@ -21,7 +21,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from algorithms.common.config import Config, ModelConfig, TrainingConfig, require
-from algorithms.common.errors import FieldError, InputError
+from algorithms.common.errors import FieldError, InputError, one_line
 from algorithms.lordo.config import ArmConfig
 from tasks.paths import PROJECT
 
@@ -136,11 +136,17 @@ class Params(Config):
     pretrain_lordo: PretrainConfig
     launch: LaunchConfig
 
+    @property
+    def pretraining(self) -> dict[str, PretrainConfig]:
+        """The pretraining stages by name; their arms have names of their own."""
+        return {"pretrain_lordo": self.pretrain_lordo}
+
     def stage_of(self, arm: str) -> str:
         """Name of the pretraining stage that `arm` belongs to; `InputError` if there is none."""
-        if arm in self.pretrain_lordo.arms:
-            return "pretrain_lordo"
-        known = ", ".join(sorted(self.pretrain_lordo.arms))
+        for stage, config in self.pretraining.items():
+            if arm in config.arms:
+                return stage
+        known = ", ".join(arm for config in self.pretraining.values() for arm in config.arms)
         raise InputError(f"no arm {arm!r} in params.yaml; known arms: {known}")
 
 
@@ -171,7 +177,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
     except YAMLError as error:
-        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{path}: not YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise InputError(f"{path}: must hold a mapping of stages, not {type(loaded).__name__}")
     return loaded
@@ -247,4 +253,4 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     try:
         node[last] = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
-        raise InputError(f"--set {dotted}: not YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"--set {dotted}: not YAML: {one_line(error)}") from None

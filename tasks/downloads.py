@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from urllib.parse import urljoin
 
 import requests
 from filelock import FileLock
+from packaging.utils import canonicalize_name
 
 from algorithms.common.errors import InputError
 from tasks import paths
@@ -42,7 +42,7 @@ def pypi(origin: str, name: str, sha256: str) -> Path:
     cached = _cached(sha256)
     if cached is not None:
         return cached
-    page = f"{_index_url(origin).rstrip('/')}/{re.sub(r'[-_.]+', '-', name).lower()}/"
+    page = f"{_index_url(origin).rstrip('/')}/{canonicalize_name(name)}/"
     response = _get(origin, page, stream=False)
     if response.headers.get("Content-Type", "").split(";")[0] != SIMPLE_JSON:
         raise InputError(f"{origin}: the package index speaks no JSON; set PIP_INDEX_URL")

@@ -1,7 +1,7 @@
 """Environment of Prefect, MLflow and DVC: one store each inside the project, nothing sent home.
 
-`prepare` runs first in every entry point, before any of the three is imported, because they read
-these variables at import. What the user has set already wins (PREFECT_API_URL for a server,
+`set_defaults` runs first in every entry point, before any of the three is imported: they read these
+variables at import. What the user has set already wins (PREFECT_API_URL for a server,
 MLFLOW_TRACKING_URI for another store, ...). This module imports nothing heavy.
 """
 
@@ -13,6 +13,11 @@ from tasks.paths import PROJECT
 
 MLFLOW_HOME = PROJECT / ".mlflow"
 """Database and artifacts of the default tracking store."""
+
+Address = tuple[str, int]
+MLFLOW: Address = ("127.0.0.1", 5000)
+PREFECT: Address = ("127.0.0.1", 4200)
+"""Where `make ui` serves the two pages."""
 
 DEFAULTS = {
     # Prefect: state inside the project; the temporary server of a busy machine starts slowly.
@@ -37,7 +42,11 @@ DEFAULTS = {
 """Name of variable -> value where the user has set none."""
 
 
-def prepare() -> None:
+def page(address: Address) -> str:
+    return f"http://{address[0]}:{address[1]}"
+
+
+def set_defaults() -> None:
     """Set every variable of `DEFAULTS` that is not set. Children inherit them; twice is fine."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)

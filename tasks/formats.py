@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from algorithms.common.errors import InputError
+from algorithms.common.errors import InputError, one_line
 
 MAX_DOCUMENT = 16 * 2**20
 """Largest document in bytes of UTF-8. Encoding one takes some 130 times that in memory, 2 GB."""
@@ -104,4 +104,4 @@ def _parquet(file: BinaryIO, where: str, column: str) -> Iterator[tuple[int, str
         byte = f"byte {error.start} of {column}"
         raise InputError(f"{where}: row {number}: not UTF-8 at {byte}") from None
     except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(f"{where}: not Parquet: {' '.join(str(error).split())}") from None
+        raise InputError(f"{where}: not Parquet: {one_line(error)}") from None

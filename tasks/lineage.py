@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from algorithms.common.errors import InputError
+from algorithms.common.errors import InputError, one_line
 from tasks.paths import LOCKS, PROJECT
 
 T = TypeVar("T")
@@ -61,20 +61,35 @@ def _reasons(entry: Any) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def _ours(patience_s: float) -> Iterator[None]:
+    """Our own lock around DVC. Raises `Busy`."""
+    LOCKS.mkdir(exist_ok=True)
+    lock = FileLock(LOCKS / "dvc.lock")
+    try:
+        lock.acquire(timeout=patience_s)
+    except Timeout:
+        raise Busy("dvc is busy in another process of this project") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
     from dvc.exceptions import DvcException, NotDvcRepoError
     from dvc.lock import LockError
     from dvc.repo import Repo
     from dvc.rwlock import RWLockFileCorruptedError
 
-    LOCKS.mkdir(exist_ok=True)
     for name in ("dvc", "dvc_data", "dvc_objects"):  # its progress notes are not our user's
         logging.getLogger(name).setLevel(logging.ERROR)
     deadline = time.monotonic() + patience_s
-    with FileLock(LOCKS / "dvc.lock"):
+    with _ours(patience_s):
         while True:
             try:
-                with Repo(str(root)) as repo:
+                # DVC resolves names of stages, and its run cache, against the current folder.
+                with contextlib.chdir(root), Repo() as repo:
                     return act(repo)
             except (LockError, RWLockFileCorruptedError) as error:
                 if time.monotonic() > deadline:
@@ -85,4 +100,4 @@ def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
                     f"{root}: not a git checkout with DVC; clone the project"
                 ) from None
             except DvcException as error:
-                raise InputError(f"dvc.yaml: {' '.join(str(error).split())}") from error
+                raise InputError(f"dvc.yaml: {one_line(error)}") from error

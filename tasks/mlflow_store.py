@@ -21,20 +21,17 @@ from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
-from algorithms.common.errors import InputError
+from algorithms.common.errors import InputError, one_line
 from tasks import environment
 from tasks.paths import LOCKS
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 SQLITE = "sqlite:///"
-UI_ADDRESS = "http://127.0.0.1:5000"
-"""Where `tasks.tracking.ui_command` serves a local store."""
 
 
 def tracking_uri() -> str:
-    """The user's MLFLOW_TRACKING_URI, else the sqlite file of the project."""
-    environment.prepare()
+    """The user's MLFLOW_TRACKING_URI, else the sqlite file of `environment.set_defaults`."""
     return os.environ["MLFLOW_TRACKING_URI"]
 
 
@@ -60,14 +57,17 @@ def store_hash() -> str:
 
 def redact(text: str) -> str:
     """One line of at most 300 letters, without the `user:password@` of addresses in it."""
-    return " ".join(re.sub(r"://[^/@\s]+@", "://", text).split())[:300]
+    return one_line(re.sub(r"://[^/@\s]+@", "://", text))[:300]
+
+
+def page_url() -> str:
+    """Address of the server, or where `make ui` shows a local store."""
+    uri = tracking_uri()
+    return redact(uri).rstrip("/") if is_server(uri) else environment.page(environment.MLFLOW)
 
 
 def run_url(experiment: str, run_id: str) -> str:
-    """Page of a run on the server, or where `make ui` shows a local store."""
-    uri = tracking_uri()
-    base = redact(uri).rstrip("/") if is_server(uri) else UI_ADDRESS
-    return f"{base}/#/experiments/{experiment}/runs/{run_id}"
+    return f"{page_url()}/#/experiments/{experiment}/runs/{run_id}"
 
 
 def ensure_store() -> None:

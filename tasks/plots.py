@@ -9,13 +9,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, StrMethodFormatter
 
-if TYPE_CHECKING:
-    from tasks.figures import ArmRecord
+from tasks.arms import ArmRecord, labels
 
 MARKERS = "osD^vPX*"
 LABEL_LETTERS = 22
@@ -47,7 +46,7 @@ DARK = Theme(
 
 
 @dataclass(frozen=True)
-class Axis:
+class Chart:
     """One figure: the loss against column `x`."""
 
     name: str
@@ -61,14 +60,14 @@ class Axis:
 
 
 FIGURES = (
-    Axis(
+    Chart(
         "loss_tokens",
         "tokens",
         "training tokens",
         "",
         "What a token buys: the same data in the same order for every arm.",
     ),
-    Axis(
+    Chart(
         "loss_device_hours",
         "device_hours",
         "device-hours (ranks times wall time)",
@@ -76,7 +75,7 @@ FIGURES = (
         "What an hour of hardware buys.",
         timed=True,
     ),
-    Axis(
+    Chart(
         "loss_bytes",
         "comm/wire_bytes",
         "bytes on the wire, per rank",
@@ -103,22 +102,22 @@ class Curve:
     """Index of colour and marker, the same for an arm in all figures."""
 
 
-def draw(arms: Sequence[ArmRecord], labels: Sequence[str]) -> dict[str, Picture]:
+def draw(arms: Sequence[ArmRecord]) -> dict[str, Picture]:
     """Name of figure -> picture, for the figures of `FIGURES` that have a curve."""
     pictures = {}
-    for axis in FIGURES:
+    for chart in FIGURES:
         curves = []
-        for style, (arm, label) in enumerate(zip(arms, labels, strict=True)):
-            train, held_out = arm.points(axis.x, "train/loss"), arm.points(axis.x, "val/loss")
+        for style, (arm, label) in enumerate(zip(arms, labels(arms), strict=True)):
+            train, held_out = arm.points(chart.x, "train/loss"), arm.points(chart.x, "val/loss")
             positive = any(x > 0 for x, _ in held_out)  # one rank sends nothing
-            if positive and not (axis.timed and arm.note):
+            if positive and not (chart.timed and arm.note):
                 curves.append(Curve(label, train, held_out, style))
         if curves:
-            pictures[axis.name] = Picture(_draw(axis, curves, LIGHT), _draw(axis, curves, DARK))
+            pictures[chart.name] = Picture(_draw(chart, curves, LIGHT), _draw(chart, curves, DARK))
     return pictures
 
 
-def _draw(axis: Axis, curves: Sequence[Curve], theme: Theme) -> bytes:
+def _draw(chart: Chart, curves: Sequence[Curve], theme: Theme) -> bytes:
     figure = Figure(figsize=(7.2, 4.3), dpi=160, facecolor=theme.background, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.background)
     ends = [curve.held_out[-1][0] for curve in curves]
@@ -136,15 +135,15 @@ def _draw(axis: Axis, curves: Sequence[Curve], theme: Theme) -> bytes:
             markeredgecolor=theme.background,
             markeredgewidth=0.8,
         )
-    _scale(axes, axis, curves, logarithmic)
-    _decorate(axes, axis, theme)
+    _scale(axes, chart, curves, logarithmic)
+    _decorate(axes, chart, theme)
     _name_curves(axes, curves, theme)
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
 
 
-def _scale(axes: Any, axis: Axis, curves: Sequence[Curve], logarithmic: bool) -> None:
+def _scale(axes: Any, chart: Chart, curves: Sequence[Curve], logarithmic: bool) -> None:
     if logarithmic:
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -152,7 +151,7 @@ def _scale(axes: Any, axis: Axis, curves: Sequence[Curve], logarithmic: bool) ->
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(7))
     plain = StrMethodFormatter("{x:g}")  # a prefix before hours would read as minutes
-    axes.xaxis.set_major_formatter(plain if axis.timed else EngFormatter(unit=axis.unit))
+    axes.xaxis.set_major_formatter(plain if chart.timed else EngFormatter(unit=chart.unit))
     # The fall from ln(vocabulary) would flatten all that matters: begin at the first evaluation.
     seen = [y for curve in curves for _, y in curve.held_out]
     low = min(seen + [y for curve in curves for _, y in curve.train])
@@ -161,8 +160,8 @@ def _scale(axes: Any, axis: Axis, curves: Sequence[Curve], logarithmic: bool) ->
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
 
-def _decorate(axes: Any, axis: Axis, theme: Theme) -> None:
-    axes.set_xlabel(axis.label, color=theme.ink, labelpad=8)
+def _decorate(axes: Any, chart: Chart, theme: Theme) -> None:
+    axes.set_xlabel(chart.label, color=theme.ink, labelpad=8)
     axes.set_ylabel("cross-entropy loss (nats per token)", color=theme.ink, labelpad=8)
     axes.grid(color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Two properties of a Linux process, set by prctl(2). On other systems both functions do nothing.
+"""Two properties of a process, set by prctl(2).
 
 Only the standard library: ranks use this before they import anything heavy.
 """
@@ -8,28 +8,25 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process as soon as `parent` (a pid) is dead.
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process signal `number` as soon as `parent` (a pid) is dead.
 
     The kernel watches the thread that created this process, so create it from a main thread. The
     setting survives exec but is not inherited by children.
     """
-    if sys.platform == "linux":
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the kernel was told
-            os.kill(os.getpid(), signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os.kill(os.getpid(), number)
 
 
 def become_subreaper() -> None:
     """Have orphaned descendants become children of this process instead of init's."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:

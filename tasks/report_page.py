@@ -8,13 +8,10 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from tasks.arms import ArmRecord, table
 from tasks.plots import FIGURES, Picture
 from tasks.units import prefixed
-
-if TYPE_CHECKING:
-    from tasks.figures import ArmRecord
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """The browser itself refuses to load anything."""
@@ -74,10 +71,9 @@ WORDS = {
 }
 
 
-def page(
-    arms: Sequence[ArmRecord], rows: Sequence[Mapping[str, str]], pictures: Mapping[str, Picture]
-) -> str:
-    """The whole file; `rows` as `figures.table` gives them, in the order of `arms`."""
+def page(arms: Sequence[ArmRecord], pictures: Mapping[str, Picture]) -> str:
+    """The whole file, its table in the order of `arms`."""
+    rows = table(arms)
     best = rows[0]
     facts = {
         "lowest held-out loss": best["loss"],

@@ -6,24 +6,25 @@ All are children of this process, tied to it: they end when it ends, however it 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import requests
 
-from algorithms.common.errors import InputError
-from tasks import environment, tracking
+from algorithms.common.errors import InputError, one_line
+from tasks import mlflow_store
+from tasks.environment import DEFAULTS, MLFLOW, PREFECT, Address, page
+from tasks.mlflow_store import tracking_uri
 from tasks.paths import PROJECT
 from tasks.prctl import die_with_parent
 
-MLFLOW = ("127.0.0.1", 5000)
-PREFECT = ("127.0.0.1", 4200)
 POOL = "shoestring"
 """Work pool of prefect.yaml."""
 START_S = 180.0
@@ -33,24 +34,54 @@ STOP_S = 15.0
 
 @contextmanager
 def pages(say: Callable[[str], None]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Both pages, up and answering; gives their processes. Raises `InputError` if one cannot be."""
-    environment.prepare()
-    tracking.ensure_store()
-    uri = os.environ["MLFLOW_TRACKING_URI"]
+    """Both pages, up and answering; gives their processes. Raises `InputError` if one cannot be.
+
+    Where MLFLOW_TRACKING_URI is a server, it has a page of its own, and none is started here.
+    """
+    uri = tracking_uri()
     mlflow = ["mlflow", "ui", "--workers", "1", "--backend-store-uri", uri]
-    with (
-        _server(mlflow, MLFLOW, "/health") as first,
-        _server(["prefect", "server", "start"], PREFECT, "/api/health") as second,
-    ):
-        say("MLflow:  " + _url(MLFLOW))
-        say("Prefect: " + _url(PREFECT))
-        yield [first, second]
+    mlflow += ["--artifacts-destination", str(mlflow_store.home() / "artifacts")]
+    prefect = ["prefect", "server", "start"]
+    processes = []
+    with ExitStack() as stack:
+        if not mlflow_store.is_server(uri):
+            mlflow_store.ensure_store()
+            processes.append(stack.enter_context(_server(mlflow, MLFLOW, "/health")))
+        processes.append(stack.enter_context(_server(prefect, PREFECT, "/api/health")))
+        say("MLflow:  " + mlflow_store.page_url())
+        say("Prefect: " + page(PREFECT))
+        yield processes
+
+
+def where_to_look() -> list[str]:
+    """Addresses of both pages, and what serves those that no server of the user's serves."""
+    api = os.environ.get("PREFECT_API_URL")
+    prefect = mlflow_store.redact(api).removesuffix("/api") if api else page(PREFECT)
+    lines = [f"MLflow:  {mlflow_store.page_url()}", f"Prefect: {prefect}"]
+    commands = []
+    if not mlflow_store.is_server(tracking_uri()):
+        commands.append(
+            "MLFLOW_DISABLE_TELEMETRY=true .venv/bin/mlflow ui --host 127.0.0.1"
+            f" --backend-store-uri {_own('MLFLOW_TRACKING_URI')}"
+        )
+    if not api:
+        commands.append(
+            f"PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME={_own('PREFECT_HOME')}"
+            " .venv/bin/prefect server start --host 127.0.0.1"
+        )
+    return [*lines, "make ui serves them; by hand:", *commands] if commands else lines
+
+
+def _own(variable: str) -> str:
+    """Our value as a shell in the project's folder needs it; the user's is in their shell."""
+    ours = os.environ[variable] == DEFAULTS[variable]
+    return DEFAULTS[variable].replace(f"{PROJECT}/", "") if ours else f'"${variable}"'
 
 
 @contextmanager
 def worker(say: Callable[[str], None]) -> Iterator[subprocess.Popen[bytes]]:
     """Register the deployments of prefect.yaml and start a worker for them; needs `pages`."""
-    os.environ["PREFECT_API_URL"] = _url(PREFECT) + "/api"
+    os.environ["PREFECT_API_URL"] = page(PREFECT) + "/api"
     _prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
     _prefect("--no-prompt", "deploy", "--all")
     with _child(["prefect", "worker", "start", "--pool", POOL]) as process:
@@ -68,9 +99,7 @@ def wait(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _server(
-    command: list[str], address: tuple[str, int], health: str
-) -> Iterator[subprocess.Popen[bytes]]:
+def _server(command: list[str], address: Address, health: str) -> Iterator[subprocess.Popen[bytes]]:
     host, port = address
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -79,19 +108,22 @@ def _server(
         except OSError as error:
             raise InputError(f"{command[0]}: {host}:{port}: {error.strerror}") from None
     with _child([*command, "--host", host, "--port", str(port)]) as process:
-        _await(process, _url(address) + health)
+        _await(process, page(address) + health)
         yield process
 
 
 @contextmanager
 def _child(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A program of our environment that dies with this process; ended on leaving the block."""
+    """A program of our environment that ends with this process, or on leaving the block.
+
+    By SIGTERM, which it passes on to processes of its own; SIGKILL would leave them behind.
+    """
     program = str(Path(sys.executable).with_name(command[0]))
     process = subprocess.Popen(
         [program, *command[1:]],
         cwd=PROJECT,
         stdout=subprocess.DEVNULL,
-        preexec_fn=partial(die_with_parent, os.getpid()),
+        preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
     )
     try:
         yield process
@@ -108,8 +140,7 @@ def _prefect(*arguments: str) -> None:
     program = str(Path(sys.executable).with_name("prefect"))
     done = subprocess.run([program, *arguments], cwd=PROJECT, capture_output=True, text=True)
     if done.returncode != 0:
-        text = " ".join((done.stdout + done.stderr).split())
-        raise InputError(f"prefect {' '.join(arguments)}: {text}")
+        raise InputError(f"prefect {' '.join(arguments)}: {one_line(done.stdout + done.stderr)}")
 
 
 def _await(process: subprocess.Popen[bytes], url: str) -> None:
@@ -130,7 +161,3 @@ def _name(process: subprocess.Popen[bytes]) -> str:
     arguments = process.args
     assert isinstance(arguments, list)
     return Path(str(arguments[0])).name
-
-
-def _url(address: tuple[str, int]) -> str:
-    return f"http://{address[0]}:{address[1]}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -19,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from algorithms.common.errors import InputError
+from packaging.utils import canonicalize_name, canonicalize_version
+
+from algorithms.common.errors import InputError, one_line
 from tasks import archives, downloads, paths
 from tasks.archives import Member
 from tasks.config import SourceConfig
 from tasks.downloads import SourceUnavailable
 from tasks.formats import check_text, missing_column, texts
 from tasks.globs import MAGIC, Slots, compile_glob
-
-__all__ = ["Document", "Source", "SourceUnavailable", "open_source"]
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,16 @@ def _pypi(config: SourceConfig, requirement: str) -> Source:
     licence = None
     if metadata is not None:
         licence = archives.package_licence(metadata)
-        found = f"{metadata['Name']}=={metadata['Version']}"
-        if _normal(found) != _normal(requirement):
-            raise InputError(f"{config.origin}: the file with the pinned sha256 is {found}")
+        found = str(metadata["Name"]), str(metadata["Version"])
+        if _canonical(*found) != _canonical(name, version):
+            raise InputError(
+                f"{config.origin}: the file with the pinned sha256 is {'=='.join(found)}"
+            )
     return _source(config, version, config.sha256, licence, archives.members(archive))
+
+
+def _canonical(name: str, version: str) -> tuple[str, str]:
+    return canonicalize_name(name), canonicalize_version(version)
 
 
 def _debian(config: SourceConfig, name: str) -> Source:
@@ -124,17 +129,17 @@ def _hf(config: SourceConfig, name: str) -> Source:
     try:
         import datasets
     except ImportError:
-        extra = "pip install shoestring[hf]"
-        raise InputError(f"{config.origin}: needs the datasets package: {extra}") from None
+        command = ".venv/bin/pip install datasets"
+        raise InputError(f"{config.origin}: needs the datasets package: {command}") from None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     folder = paths.PROJECT / name
     try:
         data = datasets.load_dataset(str(folder) if folder.is_dir() else name, split=config.split)
     except ValueError as error:  # an unknown split or configuration
-        raise InputError(f"{config.origin}: {_one_line(error)}") from None
+        raise InputError(f"{config.origin}: {one_line(error)}") from None
     except (OSError, datasets.exceptions.DatasetsError) as error:
-        raise SourceUnavailable(f"{config.origin}: {_one_line(error)}") from None
+        raise SourceUnavailable(f"{config.origin}: {one_line(error)}") from None
     if config.text_column not in data.column_names:
         raise missing_column(config.origin, config.text_column, data.column_names)
     slot = _hf_slot(config)
@@ -202,14 +207,6 @@ def _walk(base: Path) -> list[str]:
     """Sorted paths of the files below `base`, relative to it."""
     found = [Path(folder, name) for folder, _, names in os.walk(base) for name in names]
     return sorted(path.relative_to(base).as_posix() for path in found if path.is_file())
-
-
-def _normal(requirement: str) -> str:
-    return re.sub(r"[-_.]+", "-", requirement).lower()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 _KINDS: dict[str, Callable[[SourceConfig, str], Source]] = {

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from algorithms.common.errors import InputError
-from algorithms.common.files import read_json, write_json
+from algorithms.common.errors import InputError, one_line
+from algorithms.common.files import TOKENIZER_FILES, read_json, write_json
 from tasks import paths
 from tasks.config import TokensConfig
 from tasks.downloads import file_sha256
@@ -112,7 +112,7 @@ def _load(path: Path, folder: Path) -> tuple[Tokenizer, str]:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no other class
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise InputError(f"tokens.tokenizer: {path}: not a tokenizer.json: {reason}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -123,7 +123,7 @@ def _load(path: Path, folder: Path) -> tuple[Tokenizer, str]:
         raise InputError(f"tokens.tokenizer: {path}: has no token that can end a document")
     end = (known or special)[0]
     _write_tokenizer_config(folder, {"eos_token": end, "pad_token": end})
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+    for name in TOKENIZER_FILES[1:]:
         if path.with_name(name).is_file():
             shutil.copyfile(path.with_name(name), folder / name)
     return tokenizer, end

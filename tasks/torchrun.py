@@ -20,13 +20,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any
 
 from algorithms.common.errors import InputError, Preempted
 from algorithms.common.files import read_json
+from tasks.follower import Follower
 from tasks.paths import PROJECT
 from tasks.processes import MARK, sweep
 from tasks.supervisor import Spec
@@ -70,7 +71,7 @@ class DeadlineExceeded(JobStopped):
     """The job was stopped because it took too long; the next start resumes."""
 
 
-class Stopped(SystemExit):
+class Terminated(SystemExit):
     """This process got SIGTERM or SIGHUP while it waited for a job; exit code 128 + signal."""
 
 
@@ -82,23 +83,21 @@ def run_job(
     job_id: str,
     deadline_s: float,
     stop_s: float,
-    threads: int | None = None,
     on_tick: Callable[[], None] | None = None,
     on_log: Callable[[str], None] | None = None,
     on_orphaned: list[str] | None = None,
-    env: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run `module` on `ranks` processes with `run_dir`/config.json, which the caller has written.
 
-    `threads` is OMP_NUM_THREADS of a rank; None shares the cores out. After `deadline_s` seconds
-    the job is stopped; ranks then have `stop_s` seconds to write a checkpoint. `on_tick` is called
-    about five times a second and once after the end; `on_log` gets the lines of rank 0. An
-    exception from either, or raised in this thread from outside, stops the job and is passed on.
-    `on_orphaned` is a command to run when this process is killed, once the job is gone.
+    The ranks share the cores out, by OMP_NUM_THREADS. After `deadline_s` seconds the job is
+    stopped; ranks then have `stop_s` seconds to write a checkpoint. `on_tick` is called about five
+    times a second and once after the end; `on_log` gets the lines of rank 0. An exception from
+    either, or raised in this thread from outside, stops the job and is passed on. `on_orphaned` is
+    a command to run when this process is killed, once the job is gone.
 
     Raises `InputError` (also when another process holds `run_dir`), `JobFailed`, `JobStopped` when
     the job was stopped by others and `DeadlineExceeded`. In the main thread, unless a handler is
-    installed, SIGTERM and SIGHUP raise `Stopped` for the duration.
+    installed, SIGTERM and SIGHUP raise `Terminated` for the duration.
     """
     run_dir = run_dir.resolve()
     spec = Spec(
@@ -114,7 +113,7 @@ def run_job(
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "tasks.supervisor", json.dumps(dataclasses.asdict(spec))],
             cwd=PROJECT,
-            env=_environment(job_id, threads or max(1, _cores() // ranks), env),
+            env=_environment(job_id, ranks),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -122,14 +121,14 @@ def run_job(
         log_dir = None
         try:
             log_dir = _wait_for_start(supervisor)
-            log = _Follower(log_dir / "rank_0.log")
+            log = Follower(log_dir / "rank_0.log")
             running = True
             while running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     supervisor.wait(POLL_S)
                     running = False
                 if on_log is not None:
-                    log.forward(on_log)
+                    _forward(log, on_log)
                 if on_tick is not None:
                     on_tick()
         finally:
@@ -141,34 +140,32 @@ def run_job(
     _check(log_dir, supervisor.returncode, module, deadline_s)
 
 
-def _environment(job_id: str, threads: int, env: Mapping[str, str]) -> dict[str, str]:
+def _environment(job_id: str, ranks: int) -> dict[str, str]:
     path = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads),
-        **env,
+        "OMP_NUM_THREADS": str(threads(ranks)),
         MARK: job_id,
     }
 
 
-def _cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def threads(ranks: int) -> int:
+    """Threads of a rank when `ranks` share the cores out; sums depend on it in their last bits."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into `Stopped`, where they would else kill this process at once.
+    """Turn SIGTERM and SIGHUP into `Terminated`, where they would else kill this process at once.
 
     A handler that is there already, such as Prefect's, raises by itself and stays; so does SIG_IGN
     (nohup). SIGINT raises KeyboardInterrupt in any Python process.
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise Stopped(128 + signum)
+        raise Terminated(128 + signum)
 
     taken = []
     if threading.current_thread() is threading.main_thread():
@@ -195,6 +192,15 @@ def _wait_for_start(supervisor: subprocess.Popen[bytes]) -> Path:
     if "error" in answer:
         raise InputError(answer["error"])
     return Path(answer["log_dir"])
+
+
+def _forward(log: Follower, on_log: Callable[[str], None]) -> None:
+    """Call `on_log` for each new line; beyond 50, only say how many more there are."""
+    lines = list(log.lines())
+    for line in lines[:LINES_PER_TICK]:
+        on_log(line)
+    if len(lines) > LINES_PER_TICK:
+        on_log(f"... {len(lines) - LINES_PER_TICK} more lines in {log.path}")
 
 
 def _end(supervisor: subprocess.Popen[bytes], stop_s: float) -> None:
@@ -294,25 +300,3 @@ def _tail(path: Path, lines: int = TAIL_LINES) -> str:
         file.seek(max(0, path.stat().st_size - 65536))
         text = file.read().decode("utf-8", errors="replace")
     return "\n".join(text.splitlines()[-lines:])
-
-
-class _Follower:
-    """New lines of a file that another process appends to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.offset = 0
-
-    def forward(self, on_log: Callable[[str], None]) -> None:
-        """Call `on_log` for each complete new line; beyond 50, only say how many more there are."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self.offset += len(whole) + len(newline)
-        lines = whole.decode("utf-8", errors="replace").split("\n") if newline else []
-        for line in lines[:LINES_PER_TICK]:
-            on_log(line)
-        if len(lines) > LINES_PER_TICK:
-            on_log(f"... {len(lines) - LINES_PER_TICK} more lines in {self.path}")

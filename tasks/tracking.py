@@ -1,7 +1,7 @@
 """MLflow, owned by the parent process; jobs know nothing of it.
 
-One experiment per flow; a flow run is a parent run, an arm a child that follows its run directory
-(`ArmRun`). This module is the door: parents, tags, links, and the care of what others left behind.
+One experiment per flow; a flow run is a parent run, an arm a child that follows its run directory.
+This module is the door: runs, tags, artifacts, and the care of what others left behind.
 
 `python -m tasks.tracking close RUN_ID STATUS` is for the supervisor of an owner that was killed.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,44 +24,35 @@ from filelock import Timeout
 from algorithms.common.errors import InputError, Preempted
 from algorithms.common.files import read_json
 from tasks import environment, mlflow_store
-from tasks.mlflow_run import LOG, STATE, ArmRun, State
-from tasks.mlflow_store import (
-    Status,
-    client,
-    ensure_store,
-    redact,
-    run_url,
-    tracking_uri,
-)
+from tasks.mlflow_courier import STATE, Courier, State
+from tasks.mlflow_run import LOG, TrackedRun
+from tasks.mlflow_store import Status, client, ensure_store, redact, tracking_uri
 from tasks.paths import PROJECT, RUNS
 
 __all__ = [
-    "ArmRun",
-    "Status",
+    "TrackedRun",
     "arm_run",
     "ensure_store",
     "flatten",
     "log_artifact",
     "parent_run",
     "reconcile",
-    "run_url",
     "standard_tags",
-    "status_of",
     "sync_pending",
-    "ui_command",
 ]
 
 USAGE = "usage: python -m tasks.tracking close RUN_ID FINISHED|FAILED|KILLED"
 
 
 @contextlib.contextmanager
-def parent_run(flow: str, *, tags: Mapping[str, str]) -> Iterator[ArmRun]:
+def parent_run(flow: str, *, tags: Mapping[str, str]) -> Iterator[TrackedRun]:
     """The run of one flow run in experiment `flow`; its `run_id` is the parent of arms.
 
-    Ends FINISHED, or by `status_of` the exception that leaves the block.
+    Ends FINISHED; FAILED when an error leaves the block, KILLED when an interrupt, an exit or a
+    preemption does.
     """
     run_dir = mlflow_store.home() / "flows" / f"flow-{uuid.uuid4().hex[:12]}"
-    run = ArmRun.open(None, flow, flow, run_dir, {}, tags)
+    run = TrackedRun.open(None, flow, flow, run_dir, {}, tags)
     try:
         with _closing(run):
             yield run
@@ -73,41 +63,36 @@ def parent_run(flow: str, *, tags: Mapping[str, str]) -> Iterator[ArmRun]:
 
 @contextlib.contextmanager
 def arm_run(
-    parent: ArmRun,
+    parent: TrackedRun,
     *,
     name: str,
     run_dir: Path,
     params: Mapping[str, object],
     tags: Mapping[str, str],
-) -> Iterator[ArmRun]:
+) -> Iterator[TrackedRun]:
     """The child run of the job in `run_dir`, in its parent's experiment; ends like `parent_run`."""
-    run = ArmRun.open(parent.run_id, parent.experiment, name, run_dir, params, tags)
+    run = TrackedRun.open(parent.run_id, parent.experiment, name, run_dir, params, tags)
     with _closing(run):
         yield run
 
 
 @contextlib.contextmanager
-def _closing(run: ArmRun) -> Iterator[None]:
+def _closing(run: TrackedRun) -> Iterator[None]:
+    status: Status = "FINISHED"
     try:
         yield
     except BaseException as error:
-        run.close(status_of(error))
+        stopped = isinstance(error, Preempted) or not isinstance(error, Exception)
+        status = "KILLED" if stopped else "FAILED"
         raise
-    run.close("FINISHED")
+    finally:
+        run.close(status)
 
 
 def _forget(run_dir: Path) -> None:
     """A flow's notes are of no use once the store has everything."""
     shutil.rmtree(run_dir)
     Path(mlflow_store.owner_lock(run_dir.name).lock_file).unlink(missing_ok=True)
-
-
-def status_of(error: BaseException | None) -> Status:
-    """FINISHED without an error, FAILED for one, KILLED for an interrupt, exit or preemption."""
-    if error is None:
-        return "FINISHED"
-    stopped = isinstance(error, Preempted) or not isinstance(error, Exception)
-    return "KILLED" if stopped else "FAILED"
 
 
 def sync_pending(runs: Path = RUNS) -> int:
@@ -130,9 +115,9 @@ def sync_pending(runs: Path = RUNS) -> int:
             continue
         if state.status is None and alive(path.parent.name):
             continue
-        run = ArmRun(path.parent, state.experiment)
+        courier = Courier(path.parent)
         try:
-            run.deliver_orphan()
+            courier.deliver_orphan()
             count += 1
         except Timeout:
             continue  # its owner lives
@@ -140,7 +125,7 @@ def sync_pending(runs: Path = RUNS) -> int:
             LOG.warning("%s: MLflow does not answer: %s", path, redact(str(error)))
             break
         finally:
-            run.release()
+            courier.release()
         if path.parent.parent == flows:
             _forget(path.parent)
     return count
@@ -183,13 +168,16 @@ def standard_tags(
     *,
     task_version: str,
     dvc_stage: str | None = None,
+    locked: typing.Sequence[str] = (),
     job_id: str | None = None,
     prefect_flow_run: str | None = None,
     root: Path = PROJECT,
 ) -> dict[str, str]:
     """Tags that say what a run was made from. "none" where there is nothing to say.
 
-    `ArmRun` adds device, world_size, backend and oversubscribed once the job has written env.json.
+    `locked` names the DVC stages whose entries in dvc.lock identify what it reads.
+
+    A job's run gets device, world_size, backend and oversubscribed too once env.json is there.
     Nothing here comes from the environment, so no secret can.
     """
     commit = _git(root, "rev-parse", "HEAD")
@@ -198,7 +186,7 @@ def standard_tags(
         "git_commit": commit or "none",
         "git_dirty": "none" if changes is None else str(bool(changes)).lower(),
         "dvc_stage": dvc_stage or "none",
-        "dvc_lock": _dvc_lock(root, dvc_stage) if dvc_stage else "none",
+        "dvc_lock": _dvc_lock(root, locked),
         "prefect_flow_run": prefect_flow_run or "none",
         "task_version": task_version,
     }
@@ -215,16 +203,17 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _dvc_lock(root: Path, stage: str) -> str:
-    """Hash of the stage's entry in dvc.lock: its command, and hashes of all it read and made."""
+def _dvc_lock(root: Path, stages: typing.Sequence[str]) -> str:
+    """Hash of these stages' entries in dvc.lock: their commands, and hashes of what they made."""
     from ruamel.yaml import YAML
 
     path = root / "dvc.lock"
     loaded = YAML(typ="safe", pure=True).load(path.read_text("utf-8")) if path.exists() else None
-    entry = ((loaded or {}).get("stages") or {}).get(stage)
-    if entry is None:
+    entries = (loaded or {}).get("stages") or {}
+    if not stages or any(stage not in entries for stage in stages):
         return "none"
-    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()[:16]
+    described = json.dumps([entries[stage] for stage in stages], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def flatten(values: Mapping[str, typing.Any], prefix: str = "") -> dict[str, object]:
@@ -248,24 +237,14 @@ def log_artifact(run_id: str | None, path: Path) -> bool:
     try:
         copy = client().log_artifacts if path.is_dir() else client().log_artifact
         copy(run_id, str(path))
-    except Exception as error:  # as in ArmRun: whatever ails the store
+    except Exception as error:  # as in TrackedRun: whatever ails the store
         LOG.warning("%s: not copied to MLflow: %s", path, redact(str(error)))
         return False
     return True
 
 
-def ui_command() -> str:
-    """Shell command, to be run in the project's folder, that opens the MLflow page."""
-    uri = tracking_uri()
-    if mlflow_store.is_server(uri):
-        return shlex.join([".venv/bin/python", "-m", "webbrowser", redact(uri)])
-    page = [".venv/bin/mlflow", "ui", "--host", "127.0.0.1", "--port", "5000", "--workers", "1"]
-    silent = "MLFLOW_DISABLE_TELEMETRY=true"  # a shell has not run tasks/environment.py
-    return f"{silent} {shlex.join([*page, '--backend-store-uri', uri])}"
-
-
 def main(arguments: list[str]) -> int:
-    environment.prepare()
+    environment.set_defaults()
     match arguments:
         case ["close", run_id, ("FINISHED" | "FAILED" | "KILLED") as status]:
             try:

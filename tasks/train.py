@@ -9,21 +9,20 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import shlex
-import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from algorithms.common.errors import InputError
-from algorithms.common.files import read_json, write_json
-from algorithms.common.metrics import last_step, read_rows
+from algorithms.common.files import read_json, replace_folder, write_json
+from algorithms.common.metrics import read_rows
 from algorithms.lordo.config import JobConfig
 from tasks import torchrun, tracking
 from tasks.config import Params
+from tasks.follower import Follower
 from tasks.paths import PROJECT, Workspace, run_directory
 from tasks.progress import progress
 
@@ -49,8 +48,9 @@ class Job:
 
     @property
     def command(self) -> str:
-        """What starts it by hand, without tracking."""
-        return shlex.join(
+        """What starts it by hand, without tracking, to the same weights."""
+        threads = torchrun.threads(self.config.training.ranks)
+        return f"OMP_NUM_THREADS={threads} " + shlex.join(
             [
                 str(Path(sys.executable).with_name("torchrun")),
                 "--standalone",
@@ -62,27 +62,34 @@ class Job:
         )
 
 
-def prepare(params: Params, arm: str, tokens: Path) -> Job:
+def prepare(params: Params, arm: str, tokens: Path, code: Sequence[str]) -> Job:
     """Resolve the config of `arm`, name the job, and write config.json to its run directory.
 
-    Raises `InputError` for an unknown arm or missing tokens.
+    `code` names the files and folders of the project whose change makes another job.
+
+    Raises `InputError` for an unknown arm, missing tokens or a model.path that holds no model.
     """
     stage = params.stage_of(arm)
     manifest = tokens / "MANIFEST.json"
     if not manifest.is_file():
         raise InputError(f"{tokens}: holds no tokens; run ./run -m flows prepare")
+    path = params.model.path
+    if path is not None and not (PROJECT / path / "config.json").is_file():
+        raise InputError(f"model.path: {path} holds no config.json")
     config = JobConfig(
         stage=stage,
         arm_name=arm,
         job_id="",
         tokens_dir=str(tokens.resolve()),
         model=params.model,
-        training=params.pretrain_lordo.training,
-        arm=params.pretrain_lordo.arms[arm],
+        training=params.pretraining[stage].training,
+        arm=params.pretraining[stage].arms[arm],
     )
     described = config.to_dict() | {"tokens_dir": manifest.read_text(encoding="utf-8")}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    digest.update(_code_sha256().encode())
+    digest.update(_sources_sha256(code).encode())
+    if params.model.path is not None:
+        digest.update(_listing(Path(params.model.path)).encode())
     digest.update(importlib.metadata.version("torch").encode())
     config = replace(config, job_id=digest.hexdigest()[:12])
     run_dir = run_directory(stage, arm, config.job_id)
@@ -96,26 +103,36 @@ def run(
     arm: str,
     *,
     tokens: Path,
+    code: Sequence[str],
     out: Workspace,
-    parent: tracking.ArmRun,
+    locked: Sequence[str],
+    parent: tracking.TrackedRun,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train `arm` to its end, resuming if it was stopped before; publish model and metrics.
 
-    `say` gets rank 0's log lines. Returns the quality half of result.json. Raises `InputError`,
-    `torchrun.JobFailed`, or `torchrun.JobStopped` (start again to resume).
+    `locked` names the DVC stages whose entries in dvc.lock identify what it reads, for the run's
+    tags. `say` gets rank 0's log lines. Returns the quality half of result.json. Raises
+    `InputError`, `torchrun.JobFailed`, or `torchrun.JobStopped` (start again to resume).
     """
-    job = prepare(params, arm, tokens)
+    job = prepare(params, arm, tokens, code)
     if not (job.run_dir / "result.json").exists() or not (job.run_dir / "model").is_dir():
-        _launch(job, params, parent, say)
+        _launch(job, params, locked, parent, say)
     return publish(job, out)
 
 
-def _launch(job: Job, params: Params, parent: tracking.ArmRun, say: Callable[[str], None]) -> None:
+def _launch(
+    job: Job,
+    params: Params,
+    locked: Sequence[str],
+    parent: tracking.TrackedRun,
+    say: Callable[[str], None],
+) -> None:
     config = job.config
     tags = tracking.standard_tags(
         task_version=VERSION,
         dvc_stage=f"{config.stage}@{config.arm_name}",
+        locked=locked,
         job_id=config.job_id,
     )
     (job.run_dir / "result.json").unlink(missing_ok=True)  # says that model/ is whole
@@ -129,14 +146,16 @@ def _launch(job: Job, params: Params, parent: tracking.ArmRun, say: Callable[[st
         ) as tracked,
         progress(f"{config.stage} {config.arm_name}", total=config.training.steps) as advance,
     ):
+        rows = Follower(job.run_dir / "metrics.jsonl")
         shown = 0
 
         def tick() -> None:
             nonlocal shown
             tracked.forward()
-            reached = last_step(job.run_dir / "metrics.jsonl")
-            advance(reached - shown)
-            shown = reached
+            for line in rows.lines():
+                step = json.loads(line)["step"]
+                advance(step - shown)
+                shown = step
 
         torchrun.run_job(
             job.module,
@@ -162,27 +181,23 @@ def publish(job: Job, out: Workspace) -> dict[str, Any]:
     write_json(metrics / "timing.json", result["timing"] | {"rows": clock})
     curve = [{key: row[key] for key in CURVE if key in row} for row in rows]
     write_json(metrics / "curve.json", {"rows": curve})
-    _replace_folder(job.run_dir / "model", out.model(stage, arm))
+    replace_folder(job.run_dir / "model", out.model(stage, arm))
     write_json(metrics / "quality.json", result["quality"])
     quality: dict[str, Any] = result["quality"]
     return quality
 
 
-def _replace_folder(new: Path, old: Path) -> None:
-    """Put the folder `new` where `old` is, by renames."""
-    old.parent.mkdir(parents=True, exist_ok=True)
-    retired = old.with_name(f".{old.name}.old")
-    shutil.rmtree(retired, ignore_errors=True)
-    if old.exists():
-        old.rename(retired)
-    os.replace(new, old)
-    shutil.rmtree(retired, ignore_errors=True)
-
-
-def _code_sha256() -> str:
-    """Hash of all code that a job runs."""
+def _sources_sha256(code: Sequence[str]) -> str:
+    """Hash of these files of the project, and of all Python files in these folders."""
     digest = hashlib.sha256()
-    for folder in ("algorithms", "kernels", "tasks/jobs"):
-        for file in sorted((PROJECT / folder).rglob("*.py")):
+    for name in code:
+        path = PROJECT / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(str(file.relative_to(PROJECT)).encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def _listing(folder: Path) -> str:
+    """Names, sizes and times of a model's files: one that was exchanged is another model."""
+    files = sorted(folder.glob("*"))
+    return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])

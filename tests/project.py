@@ -1,10 +1,15 @@
 """A whole project of its own for a test: this one with tiny params, and the real tools."""
 
+import contextlib
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from tasks.paths import PROJECT
 
@@ -79,18 +84,51 @@ class Project:
         who = ["-c", "user.name=test", "-c", "user.email=test@example.invalid"]
         return subprocess.check_output(["git", *who, *arguments], cwd=self.root, text=True)
 
-    def execute(self, *command: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    def execute(
+        self, *command: str, timeout: float = 400, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command in the project; no variable of ours but PATH, HOME and the index's."""
-        kept = ("PATH", "HOME", "LANG")
-        environment = {k: v for k, v in os.environ.items() if k in kept or k.startswith("SSL_")}
         return subprocess.run(
             command,
             cwd=self.root,
-            env=environment,
+            env=_bare_environment() | variables,
             capture_output=True,
             text=True,
             timeout=timeout,
         )
+
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+        """The same in a session of its own, as in a terminal, without waiting for its end."""
+        return subprocess.Popen(
+            command,
+            cwd=self.root,
+            env=_bare_environment() | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Processes that work in this project or know of it."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            with contextlib.suppress(psutil.Error, OSError):
+                known = [process.cwd(), *process.cmdline(), *process.environ().values()]
+                if any(str(self.root) in text for text in known):
+                    found.append(process)
+        return found
+
+    def kill(self) -> None:
+        """End what a failed test left behind."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def query(self, database: str, sql: str) -> list[tuple[Any, ...]]:
+        """Rows from a sqlite file of the project."""
+        with contextlib.closing(sqlite3.connect(self.root / database)) as connection:
+            return connection.execute(sql).fetchall()
 
     def flows(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.execute("./run", "-m", "flows", *arguments)
@@ -104,3 +142,8 @@ class Project:
         text = path.read_text()
         assert text.count(old) == 1
         path.write_text(text.replace(old, new))
+
+
+def _bare_environment() -> dict[str, str]:
+    kept = ("PATH", "HOME", "LANG")
+    return {k: v for k, v in os.environ.items() if k in kept or k.startswith("SSL_")}

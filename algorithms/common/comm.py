@@ -199,7 +199,7 @@ class Comm(Meter):
                 done.set_result(buffer)
                 return done
             work = dist.all_reduce(buffer, group=self.group, async_op=True)
-            return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr, no-any-return]
+            return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
 
         return hook
 

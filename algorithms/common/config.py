@@ -7,7 +7,6 @@ with `from_dict`. Both run `__post_init__`, so a value is checked wherever it co
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -23,36 +22,44 @@ def require(condition: bool, name: str, message: str) -> None:
         raise FieldError(name, message)
 
 
+def require_positive(config: Config, *names: str) -> None:
+    """Raise `FieldError` for the first of these fields that is not above zero."""
+    for name in names:
+        require(getattr(config, name) > 0, name, "must be positive")
+
+
 class Config:
-    """Base of all configs: unknown keys and wrong types are errors."""
+    """Base of all configs: pydantic refuses unknown keys and wrong types, `from_dict` keys."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values, nested configs included; what `from_dict` reads."""
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
 def from_dict(cls: type[C], values: dict[str, Any]) -> C:
-    """Build `cls` from what `to_dict` gave, nested configs included; for jobs, without pydantic."""
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
+    """Build `cls` from what `to_dict` gave, nested configs included; for jobs, without pydantic.
+
+    Raises `InputError` naming the class and key for an unknown or missing key or a bad value.
+    """
+    hints = {name: typing.get_type_hints(cls)[name] for name in _field_names(cls)}
+    if unknown := sorted(set(values) - set(hints)):
         raise InputError(f"{cls.__name__}: unknown key {unknown[0]!r}")
-    return cls(**{name: _convert(hints[name], value) for name, value in values.items()})
+    built = {}
+    for name, value in values.items():
+        nested = isinstance(hints[name], type) and issubclass(hints[name], Config)
+        built[name] = from_dict(hints[name], value) if nested else value
+    try:
+        return cls(**built)
+    except FieldError:
+        raise
+    except TypeError as error:  # a missing key, or a value that cannot be compared
+        raise InputError(f"{cls.__name__}: {error}") from None
 
 
-def _convert(hint: Any, value: Any) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, Config) and isinstance(value, dict):
-            return from_dict(option, value)
-        if typing.get_origin(option) is dict and isinstance(value, dict):
-            element = typing.get_args(option)[1]
-            return {key: _convert(element, item) for key, item in value.items()}
-        if typing.get_origin(option) is list and isinstance(value, list):
-            element = typing.get_args(option)[0]
-            return [_convert(element, item) for item in value]
-    return value
+def _field_names(cls: type[Config]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +71,31 @@ class ModelConfig(Config):
     family: str = "llama"
     """`model_type` of transformers: llama, mistral, qwen2, qwen3, qwen3_moe, ..."""
     hidden_size: int = 128
+    """Width of the residual stream."""
     intermediate_size: int = 344
+    """Width inside the MLP."""
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
+    """Query heads; each has hidden_size / num_attention_heads dimensions."""
     num_key_value_heads: int = 4
+    """Fewer than query heads: grouped-query attention."""
     max_position_embeddings: int = 1024
+    """Longest sequence in tokens."""
     tie_word_embeddings: bool = True
+    """The head shares its weight with the embedding."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the family's config class, by their transformers names."""
 
     def __post_init__(self) -> None:
-        for name in (
+        require_positive(
+            self,
             "hidden_size",
             "intermediate_size",
             "num_hidden_layers",
             "num_attention_heads",
             "num_key_value_heads",
             "max_position_embeddings",
-        ):
-            require(getattr(self, name) > 0, name, "must be positive")
+        )
         require(
             self.hidden_size % self.num_attention_heads == 0,
             "hidden_size",
@@ -99,11 +112,14 @@ class ModelConfig(Config):
 class OptimizerConfig(Config):
     """AdamW (Loshchilov and Hutter, 1711.05101) with the schedule of `TrainingConfig`."""
 
-    lr: float = 1e-3
+    lr: float
     """Peak learning rate, reached after warm-up."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled; applied to matrices only."""
     clip_norm: float = 1.0
@@ -122,32 +138,39 @@ class OptimizerConfig(Config):
 class TrainingConfig(Config):
     """What every pretraining arm shares: ranks, batch, horizon, evaluation, checkpoints."""
 
-    ranks: int = 2
-    """Processes on one machine. For several machines see README, "Several nodes"."""
+    ranks: int
+    """Processes, over all machines; more than one machine is README, "Several nodes"."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Chosen here, recorded in env.json, never swapped silently. gloo: CPU, nccl: CUDA."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: autocast of the forward pass; weights, gradients and optimizer stay fp32."""
     seed: int = 0
-    steps: int = 100
-    sequence_length: int = 256
-    global_batch: int = 16
+    """Of the initial weights, the order of the data and dropout."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    sequence_length: int
+    """Tokens whose successors are predicted, per sequence."""
+    global_batch: int
     """Sequences per step over all ranks; the same sequences on any number of ranks."""
     accumulation: int = 1
     """Microbatches per step and rank; `global_batch` must be a multiple of ranks times this."""
-    warmup_steps: int = 10
+    warmup_steps: int
     """Linear from 0; then cosine down to `final_lr_fraction` at the last step."""
     final_lr_fraction: float = 0.1
-    log_every: int = 10
-    eval_every: int = 50
+    log_every: int
+    """Steps between rows of metrics.jsonl; evaluations and the last step have one too."""
+    eval_every: int
     """Steps between held-out evaluations; the last step is always evaluated."""
-    eval_sequences: int = 64
+    eval_sequences: int
     """Size of the fixed held-out set, in sequences."""
-    checkpoint_every: int = 50
+    checkpoint_every: int
+    """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
+    """How many of the newest are kept."""
 
     def __post_init__(self) -> None:
-        for name in (
+        require_positive(
+            self,
             "ranks",
             "steps",
             "sequence_length",
@@ -158,8 +181,7 @@ class TrainingConfig(Config):
             "eval_sequences",
             "checkpoint_every",
             "keep_checkpoints",
-        ):
-            require(getattr(self, name) > 0, name, "must be positive")
+        )
         require(0 <= self.warmup_steps <= self.steps, "warmup_steps", "must be in [0, steps]")
         require(0 <= self.final_lr_fraction <= 1, "final_lr_fraction", "must be in [0, 1]")
         require(

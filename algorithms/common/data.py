@@ -9,7 +9,6 @@ window once, in an order that depends on (seed, epoch) only.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from algorithms.common.errors import InputError
+from algorithms.common.files import read_json
 
 Indices = npt.NDArray[np.int64]
 Shard = npt.NDArray[np.unsignedinteger[Any]]
@@ -156,12 +156,7 @@ def token_bytes(folder: Path) -> Tensor:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "MANIFEST.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from None
+    manifest = read_json(path)
     if not isinstance(manifest, dict):
         raise InputError(f"{path}: must hold an object, not {type(manifest).__name__}")
     return manifest

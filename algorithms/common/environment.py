@@ -20,7 +20,7 @@ def describe(comm: Comm) -> dict[str, Any]:
     """
     on_gpu = comm.device.type == "cuda"
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0))
     available = torch.cuda.device_count() if on_gpu else cores
     return {
         "python": platform.python_version(),
@@ -31,7 +31,7 @@ def describe(comm: Comm) -> dict[str, Any]:
         "world_size": comm.world_size,
         "cores": cores,
         "threads": torch.get_num_threads(),
-        "oversubscribed": per_node * (1 if on_gpu else torch.get_num_threads()) > (available or 1),
+        "oversubscribed": per_node * (1 if on_gpu else torch.get_num_threads()) > available,
     }
 
 

@@ -58,20 +58,18 @@ class Method(Protocol):
         """Bring all ranks to the same weights; called before evaluation and checkpoints."""
 
 
-NOT_EVALUATED = {"val/loss": math.nan, "val/perplexity": math.nan, "val/bits_per_byte": math.nan}
-
-
 def learning_rate(step: int, peak: float, config: TrainingConfig) -> float:
     """Rate of step 1..steps: linear warm-up, then a cosine to `final_lr_fraction` of the peak."""
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
     floor = config.final_lr_fraction
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def token_loss(scores: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats of `scores` `[batch, tokens, vocab]`, in float32 whatever they are."""
+    """Cross-entropy in nats of `scores` `[batch, tokens, vocab]` for int64 `targets`
+    `[batch, tokens]`, in float32 whatever the scores are: a scalar, the mean or sum over tokens."""
     return F.cross_entropy(scores.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
@@ -106,12 +104,17 @@ class Loop:
         self.throughput = metrics.Throughput()
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step. Returns what result.json holds, the same on every rank.
+        """Train to the last step. Returns the two halves of result.json, `quality` and `timing`.
 
         Raises `NonFiniteError` before a bad step reaches the weights, `Preempted` after a stop.
         """
         config, comm = self.config, self.comm
-        state: dict[str, Any] = {"comm": comm.state_dict(), "loss": 0.0, "held_out": NOT_EVALUATED}
+        state: dict[str, Any] = {
+            "comm": comm.state_dict(),
+            "loss": 0.0,
+            "held_out": {},
+            "busy": 0.0,
+        }
         self.method.prepare(self._microbatches(0)[0])
         resumed, saved = self.checkpoints.load(self.model, self.method.optimizer)
         state |= saved
@@ -122,6 +125,8 @@ class Loop:
         self.elapsed_before = comm.broadcast_object(rows.elapsed if rows else None, src=0)
         comm.load_state_dict(state["comm"])  # start-up exchanges are not the method's: not counted
         loss, held_out = state["loss"], state["held_out"]
+        self.throughput.seconds_in_all = state["busy"]
+        self.method.module.train()  # a loaded model is in evaluation mode
         for step in range(resumed + 1, config.steps + 1):
             begun = time.perf_counter()
             loss, norm, lr, stopping = self._step(step)
@@ -137,7 +142,12 @@ class Loop:
                     log.info(metrics.sentence(row, config.steps))
             if stopping or self._due(step, config.checkpoint_every):
                 self.method.flush()
-                state = {"comm": comm.state_dict(), "loss": loss, "held_out": held_out}
+                state = {
+                    "comm": comm.state_dict(),
+                    "loss": loss,
+                    "held_out": held_out,
+                    "busy": self.throughput.seconds_in_all,
+                }
                 self.checkpoints.save(step, self.model, self.method.optimizer, state)
             if stopping and step < config.steps:
                 raise Preempted(f"stopped after step {step}; its checkpoint is written")
@@ -152,19 +162,17 @@ class Loop:
             self.held_out,
             sequences=self.config.eval_sequences,
             length=self.config.sequence_length,
-            batch_size=self.config.global_batch // self.comm.world_size,
+            batch_size=self.config.global_batch
+            // (self.comm.world_size * self.config.accumulation),
             rank=self.comm.rank,
             world_size=self.comm.world_size,
         )
         with torch.no_grad():
             for batch in batches:
                 tokens = batch.to(self.comm.device)
-                with self._autocast():
-                    scores = logits(self.model, tokens[:, :-1])
-                targets = tokens[:, 1:]
-                totals[0] += token_loss(scores, targets, "sum").double()
-                totals[1] += targets.numel()
-                totals[2] += self.token_bytes[targets].sum()
+                totals[0] += self._loss(self.model, tokens, "sum")
+                totals[1] += tokens[:, 1:].numel()
+                totals[2] += self.token_bytes[tokens[:, 1:]].sum()
         self.model.train()
         self.comm.all_reduce(totals, tag="evaluation")
         nats, count, size = totals.tolist()
@@ -182,13 +190,12 @@ class Loop:
         for index, tokens in enumerate(microbatches):
             with self.method.microbatch(last=index == len(microbatches) - 1):
                 loss = self._loss(self.method.module, tokens) / len(microbatches)
-                # An infinite loss can have a finite gradient; NaN here reaches every rank.
-                (loss if torch.isfinite(loss) else loss * torch.nan).backward()  # type: ignore[no-untyped-call]
+                # An infinite loss can have a finite gradient; NaN reaches the norm on every rank.
+                (loss * torch.where(torch.isfinite(loss), 1.0, torch.nan)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         norm = self.method.gradient_norm()
-        control = torch.stack((total / self.comm.world_size, norm * 0, norm * 0))
-        control[1] = float(self.stop_requested())
-        control[2] = float(not torch.isfinite(norm))
+        asked = torch.full_like(total, self.stop_requested())
+        control = torch.stack((total / self.comm.world_size, asked, (~norm.isfinite()).float()))
         self.comm.all_reduce(control, tag="control")
         mean_loss, stopping, bad = control.tolist()
         if bad:
@@ -210,15 +217,12 @@ class Loop:
         )
         return list(batch.to(self.comm.device).chunk(self.config.accumulation))
 
-    def _loss(self, module: nn.Module, tokens: Tensor) -> Tensor:
-        with self._autocast():
+    def _loss(self, module: nn.Module, tokens: Tensor, reduction: str = "mean") -> Tensor:
+        """`token_loss` of a batch `[batch, tokens + 1]`, the forward pass in bf16 where asked."""
+        in_bf16 = self.config.precision == "bf16"
+        with torch.autocast(self.comm.device.type, dtype=torch.bfloat16, enabled=in_bf16):
             scores = logits(module, tokens[:, :-1])
-        return token_loss(scores, tokens[:, 1:])
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(
-            self.comm.device.type, dtype=torch.bfloat16, enabled=self.config.precision == "bf16"
-        )
+        return token_loss(scores, tokens[:, 1:], reduction)
 
     def _diagnose(self, step: int, microbatches: list[Tensor]) -> str:
         """Which rank and parameter went wrong; redoes the step's backward without any exchange."""
@@ -303,7 +307,7 @@ class Loop:
         timing = {
             "seconds": elapsed,
             **self._hours(elapsed),
-            "tokens_per_s": self._tokens(self.config.steps) / elapsed,
+            "tokens_per_s": self._tokens(self.config.steps) / self.throughput.seconds_in_all,
             "peak_bytes": self._peak_bytes(),
             "optimizer_bytes": memory.optimizer_bytes(self.method.optimizer),
         }

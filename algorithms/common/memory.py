@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 
 import torch
 from torch.optim import Optimizer
@@ -13,8 +12,7 @@ def peak_bytes(device: torch.device) -> int:
     """Largest memory of this rank so far: allocated on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:

@@ -6,9 +6,10 @@ No torch here: the parent process reads the same rows.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from algorithms.common.files import write_text
 
 NOT_METRICS = ("step", "time", "elapsed")
 """Keys of a row that are not metric names."""
@@ -21,15 +22,9 @@ class MetricsLog:
         self.path = path
         rows = read_rows(path)
         self.elapsed = max((float(row["elapsed"]) for row in rows), default=0.0)
-        """Training seconds of earlier attempts, those of redone steps included."""
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("w", encoding="utf-8") as file:
-            for row in rows:
-                if row["step"] <= resumed_step:
-                    file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        """Seconds of earlier attempts up to their last row; steps redone since count twice."""
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= resumed_step]
+        write_text(path, "".join(kept))
 
     def append(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -46,18 +41,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def last_step(path: Path) -> int:
-    """Step of the last whole row, 0 without one; reads the end of the file only."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return 0
-    whole = [line for line in lines if line.endswith(b"\n")]
-    return int(json.loads(whole[-1])["step"]) if whole else 0
-
-
 def sentence(row: dict[str, Any], steps: int) -> str:
     """A row as one line for the log."""
     text = (
@@ -70,17 +53,22 @@ def sentence(row: dict[str, Any], steps: int) -> str:
 
 
 class Throughput:
-    """Tokens per second of training steps since the last `take`; evaluations do not count."""
+    """Tokens per second of training steps; evaluations, checkpoints and start-up do not count."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.seconds = 0.0
+        self.seconds_in_all = 0.0
+        """Of the steps that led to the present weights, over all attempts."""
 
     def add(self, tokens: int, seconds: float) -> None:
+        """Count one step."""
         self.tokens += tokens
         self.seconds += seconds
+        self.seconds_in_all += seconds
 
     def take(self) -> float:
+        """Tokens per second since the last `take`."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         self.tokens, self.seconds = 0, 0.0
         return rate

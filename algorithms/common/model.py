@@ -19,12 +19,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.logging import disable_progress_bar
 
 from algorithms.common.config import ModelConfig
-from algorithms.common.errors import InputError
+from algorithms.common.errors import InputError, one_line
+from algorithms.common.files import TOKENIZER_FILES
 from algorithms.common.seeding import seed_model
 
 disable_progress_bar()  # a rank's log is a file
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def build(config: ModelConfig, *, vocab_size: int, end_of_text: int, seed: int) -> nn.Module:
@@ -63,8 +63,8 @@ def _load(path: Path, vocab_size: int) -> nn.Module:
             path, local_files_only=True, dtype=torch.float32
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"model.path: {path}: {' '.join(str(error).split())}") from None
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr, index]
+        raise InputError(f"model.path: {path}: {one_line(error)}") from None
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if rows < vocab_size:
         raise InputError(
             f"model.path: {path} knows {rows} tokens, the corpus was encoded with {vocab_size}; "

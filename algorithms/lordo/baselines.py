@@ -42,7 +42,7 @@ class DataParallel:
         self.config = config
         self.optimizer = adamw(model, config)
         self.wrapper: DistributedDataParallel | None = None
-        if comm.group is not None:
+        if comm.world_size > 1:
             self.wrapper = DistributedDataParallel(
                 model,
                 process_group=comm.group,
@@ -84,3 +84,7 @@ class DataParallel:
 
     def flush(self) -> None:
         """Nothing to do: the ranks never differ."""
+
+
+METHODS: dict[str, type[DataParallel]] = {"ddp": DataParallel}
+"""`ArmConfig.method` -> its class."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from algorithms.common.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
@@ -14,7 +14,7 @@ class ArmConfig(Config):
 
     method: Literal["ddp"] = "ddp"
     """ddp: AdamW on gradients averaged over all ranks at every step."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from algorithms.common.errors import InputError, NonFiniteError, Preempted
+from algorithms.common.errors import InputError, NonFiniteError, Preempted, one_line
 from algorithms.common.files import write_json
 from tasks.prctl import die_with_parent
 
@@ -38,11 +38,8 @@ KNOWN = {InputError: ("input", 2), NonFiniteError: ("non_finite", 3), Preempted:
 """Error -> its kind in rank_N.error.json, exit code."""
 
 
-def prepare() -> None:
-    """Tie this rank to its agent and its output to rank_N.log. `main` does it; twice is harmless.
-
-    A job that must import something heavy at module level calls this before.
-    """
+def _prepare() -> None:
+    """Tie this rank to its agent and its output to rank_N.log."""
     if AGENT in os.environ:
         die_with_parent(int(os.environ[AGENT]))
     if LOG_DIR in os.environ:
@@ -60,7 +57,7 @@ def main(run: Callable[[Path], None]) -> None:
     0: done. 2: `InputError`. 3: `NonFiniteError`. 75: `Preempted`, resumable. What `sys.exit`
     asks for. 1: anything else. All but 0 leave rank_N.error.json for the launcher.
     """
-    prepare()
+    _prepare()
     parser = argparse.ArgumentParser(
         prog=f"torchrun -m {_module()}", description=sys.modules["__main__"].__doc__
     )
@@ -68,8 +65,6 @@ def main(run: Callable[[Path], None]) -> None:
     config_path = parser.parse_args().config
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        if not config_path.is_file():
-            raise InputError(f"{config_path}: no such file")
         run(config_path)
     except BaseException as error:
         kind, code, message = _classify(error)
@@ -84,11 +79,11 @@ def _classify(error: BaseException) -> tuple[str, int, str]:
     """Kind, exit code and one line for an error that left `run`."""
     for known, (kind, code) in KNOWN.items():
         if isinstance(error, known):
-            return kind, code, " ".join(str(error).split())
+            return kind, code, one_line(error)
     code = 1
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         code = error.code or 0
-    return "crash", code, " ".join(f"{type(error).__name__}: {error}".split())
+    return "crash", code, one_line(f"{type(error).__name__}: {error}")
 
 
 def _report(error: BaseException, kind: str, message: str) -> None:

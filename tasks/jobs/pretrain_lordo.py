@@ -18,7 +18,7 @@ def run(config_path: Path) -> None:
     from algorithms.common.errors import InputError
     from algorithms.common.files import read_json, write_json
     from algorithms.common.loop import Loop
-    from algorithms.lordo.baselines import DataParallel
+    from algorithms.lordo.baselines import METHODS
     from algorithms.lordo.config import JobConfig
 
     config = from_dict(JobConfig, read_json(config_path))
@@ -43,7 +43,7 @@ def run(config_path: Path) -> None:
         training,
         peak_lr=config.arm.optimizer.lr,
         model=decoder,
-        method=DataParallel(decoder, config.arm.optimizer, comm),
+        method=METHODS[config.arm.method](decoder, config.arm.optimizer, comm),
         tokens_dir=tokens_dir,
         run_dir=run_dir,
         comm=comm,

@@ -1,5 +1,8 @@
 """The Python twin of dvc.yaml, and where outputs go when params are overridden."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 from dvc.repo import Repo
 
@@ -10,17 +13,21 @@ from tasks.paths import PROJECT, RUNS, Workspace
 
 
 def test_dvc_yaml_names_the_same_stages_params_and_order():
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=PROJECT, text=True).split()
+    code = {str(p) for name in tracked for p in (Path(name), *Path(name).parents)} - {"params.yaml"}
     with Repo(str(PROJECT)) as repo:
         graph = repo.index.graph
         found = {
             stage.addressing: (
                 sorted(name for dep in stage.params for name in dep.params),
                 sorted(upstream.addressing for upstream in graph.successors(stage)),
+                sorted(dep.def_path for dep in stage.deps if dep.def_path in code),
             )
             for stage in repo.index.stages
         }
     ours = {
-        stage.name: (sorted(stage.params), sorted(stage.reads)) for stage in stages(load_params())
+        stage.name: (sorted(stage.params), sorted(stage.reads), sorted(stage.code))
+        for stage in stages(load_params())
     }
     assert found == ours
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from tasks import mlflow_store, tracking
+from tasks import environment, mlflow_store, tracking
 from tests.tasks.runs import FOLDER
+
+environment.set_defaults()  # an entry point of its own, as flows/__init__.py is
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import tracking
-from tasks.mlflow_run import ArmRun
+from tasks.mlflow_run import TrackedRun
 from tasks.paths import PROJECT
 
 FOLDER = "R\u00e4ume und 100 %"
@@ -31,9 +31,10 @@ def write(run_dir: Path, rows: list[dict[str, float]], mode: str = "a") -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def opened(run_dir: Path, parent: str | None = None, **tags: str) -> ArmRun:
+def opened(run_dir: Path, parent: str | None = None, **tags: str) -> TrackedRun:
     params = tracking.flatten({"training": {"steps": 3, "extra": {"a": 1}}, "arm": "ddp"})
-    return ArmRun.open(parent, "pretrain", "ddp", run_dir, params, {"job_id": run_dir.name, **tags})
+    tags = {"job_id": run_dir.name, **tags}
+    return TrackedRun.open(parent, "pretrain", "ddp", run_dir, params, tags)
 
 
 def history(store: Any, run_id: str, key: str = "train/loss") -> list[tuple[int, float]]:

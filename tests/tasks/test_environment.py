@@ -27,7 +27,7 @@ def test_defaults_lie_inside_the_project_and_heavy_modules_stay_out() -> None:
 import json, os, sys
 before = set(sys.modules)
 from tasks import environment
-environment.prepare(); environment.prepare()
+environment.set_defaults(); environment.set_defaults()
 heavy = [m for m in sys.modules if m in ("prefect", "mlflow", "dvc", "torch", "pydantic")]
 print(json.dumps([{k: os.environ[k] for k in environment.DEFAULTS}, heavy]))
 """
@@ -41,7 +41,7 @@ def test_values_of_the_user_win() -> None:
     code = """
 import json, os
 from tasks import environment
-environment.prepare()
+environment.set_defaults()
 print(json.dumps([os.environ["MLFLOW_TRACKING_URI"], os.environ["PREFECT_API_URL"]]))
 """
     mlflow, prefect = "http://127.0.0.1:5999", "http://127.0.0.1:4299/api"
@@ -55,7 +55,7 @@ def test_the_installed_versions_know_these_names() -> None:
     code = """
 import json
 from tasks import environment
-environment.prepare()
+environment.set_defaults()
 import dvc.analytics, mlflow.environment_variables as m, mlflow.telemetry.utils, prefect.settings
 from prefect._internal.analytics.enabled import is_telemetry_enabled
 settings = prefect.settings.get_current_settings()

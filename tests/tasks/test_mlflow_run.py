@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from tasks import environment, mlflow_run, mlflow_store, tracking
-from tasks.mlflow_run import MetricsFile
-from tasks.paths import PROJECT
-from tests.tasks.runs import await_true, history, opened, row, runs_of, write
+from tasks import environment, mlflow_run, mlflow_store, servers, tracking
+from tests.tasks.runs import await_true, history, opened, row, write
 
 
 def test_forward_is_cheap_and_sends_only_whole_lines(store: Any, run_dir: Path) -> None:
@@ -33,76 +31,17 @@ def test_forward_is_cheap_and_sends_only_whole_lines(store: Any, run_dir: Path) 
     assert history(store, str(arm.run_id)) == [(1, 5.0), (2, 4.0), (3, 3.0)]
 
 
-def test_more_rows_than_one_batch_takes(store: Any, run_dir: Path) -> None:
-    write(run_dir, [row(step, 1 / step) for step in range(1, 1501)])
-    arm = opened(run_dir)
-    assert arm.close("FINISHED")
-    assert history(store, str(arm.run_id)) == [(step, 1 / step) for step in range(1, 1501)]
-
-
-def test_a_file_that_was_cut_and_grew_past_its_old_end(run_dir: Path) -> None:
-    metrics = MetricsFile(run_dir / "metrics.jsonl")
-    assert metrics.rows(after=-1) == []
-    write(run_dir, [row(1, 5.0), row(2, 4.0), row(3, 3.0)])
-    assert [r["step"] for r in metrics.rows(after=-1)] == [1, 2, 3]
-    again = [row(step, 0.5, time=9000.0 + step) for step in (2, 3, 4)]
-    write(run_dir, [row(1, 5.0), *again], mode="w")
-    assert metrics.rows(after=3) == [again[-1]]
-    write(run_dir, [row(1, 5.0)], mode="w")
-    assert metrics.rows(after=4) == []
-
-
-CRASHES = """
-import json, os, sys
-from pathlib import Path
-from tasks import mlflow_run
-save = mlflow_run.ArmRun._save
-def crash(self, **changes):
-    if "sent_step" in changes and changes["sent_step"] >= 0:
-        os._exit(9)  # the store has the rows, we do not know yet
-    save(self, **changes)
-mlflow_run.ArmRun._save = crash
-run_dir = Path(sys.argv[1])
-tags = {"job_id": run_dir.name}
-arm = mlflow_run.ArmRun.open(sys.argv[2], "pretrain", "ddp", run_dir, {"a": 1}, tags)
-arm.close("FINISHED")
-"""
-
-
-def test_no_step_twice_after_a_crash_while_sending(store: Any, run_dir: Path) -> None:
-    write(run_dir, [row(1, 5.0), row(2, 4.0), row(3, 3.0)])
-    crashed = subprocess.run(
-        [sys.executable, "-c", CRASHES, str(run_dir), "0" * 32], cwd=PROJECT, capture_output=True
-    )
-    assert crashed.returncode == 9, crashed.stderr
-    # The job went back to its checkpoint of step 1, and repeats steps 2 and 3 at other times.
-    write(run_dir, [row(1, 5.0), row(2, 4.0, 7e3), row(3, 3.0, 8e3), row(4, 2.0)], mode="w")
-    arm = opened(run_dir, parent="1" * 32)
-    assert arm.close("FINISHED")
-    run = store.get_run(arm.run_id)
-    assert history(store, run.info.run_id) == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0)]
-    assert run.data.tags["mlflow.parentRunId"] == "1" * 32
-    assert run.data.tags["restart_count"] == "1"
-    assert run.info.status == "FINISHED"
-    assert len(runs_of(store, run_dir)) == 1
-
-
-def test_resume_reattaches_unless_the_run_was_deleted(store: Any, run_dir: Path) -> None:
+def test_a_run_that_another_process_sends_is_left_to_it(
+    store: Any, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(run_dir, [row(1, 5.0)])
-    first = opened(run_dir)
-    assert first.close("KILLED")
-    second = opened(run_dir)
-    assert second.run_id == first.run_id
-    assert store.get_run(first.run_id).info.status == "RUNNING"
-    write(run_dir, [row(2, 4.0)])
-    assert second.close("FAILED")
-    assert store.get_run(first.run_id).info.status == "FAILED"
-    store.delete_run(first.run_id)
-    third = opened(run_dir)
-    assert third.close("FINISHED")
-    assert third.run_id != first.run_id
-    assert history(store, str(third.run_id)) == [(1, 5.0), (2, 4.0)]
-    assert store.get_run(third.run_id).data.tags["restart_count"] == "2"
+    with mlflow_store.owner_lock(run_dir.name):
+        arm = opened(run_dir)
+        assert (arm.run_id, arm.url) == (None, None)
+        assert arm.error == f"{run_dir}: another process sends this run to MLflow"
+    assert "does not answer" not in caplog.text
+    assert arm.close("FINISHED"), "the other is gone"
+    assert history(store, str(arm.run_id)) == [(1, 5.0)]
 
 
 def free_port() -> int:
@@ -142,7 +81,7 @@ def test_a_server_that_never_comes_back_stops_nobody(
     everything = caplog.text + (run_dir / "mlflow.json").read_text() + str(arm.error)
     assert "s3cret" not in everything
     assert caplog.text.count("will be retried") == 1
-    assert "s3cret" not in tracking.ui_command() + mlflow_store.run_url("1", "2")
+    assert "s3cret" not in "".join(servers.where_to_look()) + mlflow_store.run_url("1", "2")
 
 
 def serve(uri: str, database: Path, log: Path) -> subprocess.Popen[str]:

@@ -9,12 +9,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tasks.paths import PROJECT
 from tasks.processes import MARK, RUN_DIR_MARK, alive, sweep
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl is of Linux")
 
 
 def start(job_id: str, code: str, **env: str) -> subprocess.Popen[str]:
@@ -79,7 +75,6 @@ def test_sweep_reaches_orphans_in_sessions_of_their_own_that_ignore_sigterm(tmp_
     assert alive(job_id) == []
 
 
-@linux
 def test_die_with_parent() -> None:
     job_id = uuid.uuid4().hex
     child = (
@@ -98,7 +93,6 @@ def test_die_with_parent() -> None:
     eventually(lambda: alive(job_id) == [])
 
 
-@linux
 def test_die_with_parent_when_it_is_dead_already() -> None:
     code = "from tasks.prctl import die_with_parent; die_with_parent(1 << 22); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True)
@@ -106,7 +100,6 @@ def test_die_with_parent_when_it_is_dead_already() -> None:
     assert done.stdout == b""
 
 
-@linux
 def test_subreaper_gets_the_orphans() -> None:
     code = (
         "import os, time\n"

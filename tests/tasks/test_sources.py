@@ -16,8 +16,8 @@ import pytest
 from algorithms.common.errors import FieldError, InputError
 from tasks import paths
 from tasks.config import SourceConfig, load_params
-from tasks.downloads import SIMPLE_JSON
-from tasks.sources import Document, Source, SourceUnavailable, open_source
+from tasks.downloads import SIMPLE_JSON, SourceUnavailable
+from tasks.sources import Document, Source, open_source
 from tests.tasks.packages import METADATA, debian_package, sha256, source_archive, zip_archive
 
 Pages = dict[str, tuple[int, str, bytes]]
@@ -344,9 +344,9 @@ def test_hf_without_files_is_unavailable(dataset: Path) -> None:
         read(f"hf:{dataset}")
 
 
-def test_hf_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hf_without_the_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"^hf:name: needs .* pip install shoestring\[hf\]$"):
+    with pytest.raises(InputError, match=r"^hf:name: needs .*: \.venv/bin/pip install datasets$"):
         read("hf:name")
 
 

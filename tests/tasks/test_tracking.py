@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from algorithms.common.errors import Preempted
-from tasks import mlflow_store, tracking
+from algorithms.common.errors import InputError, Preempted
+from tasks import environment, mlflow_store, servers, tracking
 from tasks.paths import PROJECT
 from tests.tasks.runs import FOLDER, await_true, close_process, history, python, row, write
 
@@ -167,22 +168,45 @@ def test_tags_say_what_a_run_was_made_from(tmp_path: Path) -> None:
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         subprocess.run([*git, *command], check=True)
     clean = tracking.standard_tags(
-        task_version="1", dvc_stage="tokens", job_id="j", prefect_flow_run="f", root=tmp_path
+        task_version="1", locked=["tokens"], job_id="j", prefect_flow_run="f", root=tmp_path
     )
     assert len(clean["git_commit"]) == 40
     assert clean["git_dirty"] == "false"
     assert (clean["job_id"], clean["prefect_flow_run"]) == ("j", "f")
     (tmp_path / "dvc.lock").write_text(lock.format(2))
-    changed = tracking.standard_tags(task_version="1", dvc_stage="tokens", root=tmp_path)
+    changed = tracking.standard_tags(task_version="1", locked=["tokens"], root=tmp_path)
     assert changed["git_dirty"] == "true"
     assert changed["dvc_lock"] != clean["dvc_lock"] != "none"
-    assert (
-        tracking.standard_tags(task_version="1", dvc_stage="b", root=tmp_path)["dvc_lock"] == "none"
-    )
+    other = tracking.standard_tags(task_version="1", locked=["tokens", "b"], root=tmp_path)
+    assert other["dvc_lock"] == "none"
 
 
-def test_the_page_opens_on_loopback_without_telemetry(store: Any) -> None:
-    command = tracking.ui_command()
-    assert "--host 127.0.0.1" in command
-    assert "MLFLOW_DISABLE_TELEMETRY=true" in command
-    assert f"'{os.environ['MLFLOW_TRACKING_URI']}'" in command, "quoted for the shell"
+def test_the_commands_open_the_projects_own_pages_on_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_HOME"):
+        monkeypatch.setenv(name, environment.DEFAULTS[name])
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    mlflow, prefect, _, *commands = servers.where_to_look()
+    assert (mlflow, prefect) == ("MLflow:  http://127.0.0.1:5000", "Prefect: http://127.0.0.1:4200")
+    assert commands == [
+        "MLFLOW_DISABLE_TELEMETRY=true .venv/bin/mlflow ui --host 127.0.0.1"
+        " --backend-store-uri sqlite:///.mlflow/mlflow.db",
+        "PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=.prefect"
+        " .venv/bin/prefect server start --host 127.0.0.1",
+    ]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://ann:s3cret@host/db")
+    assert servers.where_to_look()[3].endswith('--backend-store-uri "$MLFLOW_TRACKING_URI"')
+
+
+def test_servers_of_the_user_have_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://ann:s3cret@mlflow.example/")
+    monkeypatch.setenv("PREFECT_API_URL", "https://prefect.example/api")
+    assert servers.where_to_look() == [
+        "MLflow:  https://mlflow.example",
+        "Prefect: https://prefect.example",
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(servers, "PREFECT", taken.getsockname())
+        with pytest.raises(InputError, match="^prefect: .* already in use"), servers.pages(print):
+            pass  # so no page of MLflow was started before

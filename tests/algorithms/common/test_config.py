@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from algorithms.common.config import ModelConfig, OptimizerConfig, TrainingConfig, from_dict
+from algorithms.common.config import ModelConfig, OptimizerConfig, from_dict
 from algorithms.common.errors import FieldError, InputError
 from algorithms.lordo.config import ArmConfig, JobConfig
 from tests import toys
@@ -34,19 +34,26 @@ def test_unknown_key_is_named():
         from_dict(JobConfig, values)
 
 
+def test_a_missing_key_is_named():
+    values = job_config().to_dict()
+    del values["arm"]["optimizer"]["lr"]
+    with pytest.raises(InputError, match="OptimizerConfig: .*'lr'"):
+        from_dict(JobConfig, values)
+
+
 @pytest.mark.parametrize(
     ("build", "field"),
     [
         (lambda: OptimizerConfig(lr=0.0), "lr"),
         (lambda: OptimizerConfig(lr=float("nan")), "lr"),
-        (lambda: OptimizerConfig(beta1=1.0), "beta1"),
-        (lambda: OptimizerConfig(clip_norm=-1.0), "clip_norm"),
+        (lambda: OptimizerConfig(lr=1.0, beta1=1.0), "beta1"),
+        (lambda: OptimizerConfig(lr=1.0, clip_norm=-1.0), "clip_norm"),
         (lambda: ModelConfig(hidden_size=130), "hidden_size"),
         (lambda: ModelConfig(num_key_value_heads=3), "num_key_value_heads"),
-        (lambda: TrainingConfig(steps=0), "steps"),
-        (lambda: TrainingConfig(global_batch=6, ranks=4), "global_batch"),
-        (lambda: TrainingConfig(global_batch=8, ranks=2, accumulation=3), "global_batch"),
-        (lambda: TrainingConfig(steps=5, warmup_steps=6), "warmup_steps"),
+        (lambda: toys.training(steps=0), "steps"),
+        (lambda: toys.training(global_batch=6, ranks=4), "global_batch"),
+        (lambda: toys.training(global_batch=8, ranks=2, accumulation=3), "global_batch"),
+        (lambda: toys.training(steps=5, warmup_steps=6), "warmup_steps"),
     ],
 )
 def test_a_value_out_of_range_names_its_field(build, field):

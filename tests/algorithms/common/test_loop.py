@@ -1,5 +1,6 @@
 """The training loop: equal to plain training, exact on resume at every rank count, never silent."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from algorithms.common import data, model
 from algorithms.common.comm import Comm
+from algorithms.common.config import ModelConfig
 from algorithms.common.errors import NonFiniteError, Preempted
 from algorithms.common.files import read_json
 from algorithms.common.loop import Loop, learning_rate
@@ -163,6 +165,51 @@ def test_a_broken_weight_stops_all_ranks_before_a_checkpoint(ranks, tokens, tmp_
         assert message.startswith(f"step 4: rank {world_size - 1}: loss is nan")
         assert "model.norm.weight" in message
     assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def train_from_directory(comm, tokens, run_dir, training, folder, kill_at=None):
+    """A GPT-2 with dropout, loaded from disk: such a model comes in evaluation mode."""
+    decoder = model.build(ModelConfig(path=str(folder)), vocab_size=97, end_of_text=0, seed=0)
+    method = DataParallel(decoder, toys.OPTIMIZER, comm)
+    steps = 0
+
+    def stop_requested():
+        nonlocal steps
+        steps += 1
+        if steps == kill_at:
+            raise Killed
+        return False
+
+    loop = Loop(
+        training,
+        peak_lr=toys.OPTIMIZER.lr,
+        model=decoder,
+        method=method,
+        tokens_dir=tokens,
+        run_dir=run_dir,
+        comm=comm,
+        stop_requested=stop_requested,
+    )
+    with contextlib.suppress(Killed):
+        loop.run()
+    return model.weights_sha256(decoder)
+
+
+def test_dropout_is_on_from_the_first_step_and_repeats_on_resume(ranks, tokens, tmp_path):
+    config = ModelConfig(**(toys.MODEL.to_dict() | {"family": "gpt2", "num_key_value_heads": 2}))
+    random = model.build(config, vocab_size=97, end_of_text=0, seed=0)
+    model.save(random, tmp_path, tmp_path / "gpt2")
+    training = toys.training(ranks=2)
+    hashes = []
+    for name, kills in (("whole", [None]), ("killed", [6, None])):
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        for kill_at in kills:
+            arguments = (tokens, run_dir, training, tmp_path / "gpt2", kill_at)
+            results = ranks.run(train_from_directory, *arguments, world_size=2)
+        hashes.append(results)
+    assert random.config.attn_pdrop > 0
+    assert hashes[0] == hashes[1]
 
 
 def test_bytes_are_those_of_the_gradients_and_nothing_hidden(ranks, tokens, tmp_path):

@@ -67,7 +67,9 @@ def test_the_tokenizer_comes_along(tmp_path):
     (tokens / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     )
+    (tokens / "chat_template.jinja").write_text("{{ messages }}")
     model.save(build(), tokens, tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == "{{ messages }}"
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("abab")["input_ids"] == [2, 2]
 
 

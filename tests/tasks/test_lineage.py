@@ -1,0 +1,125 @@
+"""DVC answers what is up to date: in a repository of its own, and while others use it too."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from algorithms.common.errors import InputError
+from tasks import lineage
+from tasks.paths import PROJECT
+from tests.project import Project
+
+HOLD_DVC = """
+import sys, time
+from dvc.repo import Repo
+with Repo(sys.argv[1]) as repo, repo.lock:
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+HOLD_STAGE = """
+import sys, time
+from pathlib import Path
+from tasks import lineage
+lineage.LOCKS = Path(sys.argv[1])
+with lineage.stage_lock(sys.argv[2]):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[3]))
+    print(time.time(), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(lineage, "LOCKS", tmp_path / "locks")
+    return tmp_path / "locks"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with corpus and tokens, made behind DVC's back, as a flow's tasks do."""
+    project = Project(tmp_path_factory.mktemp("lineage") / "project")
+    done = project.flows("prepare", "--plain")
+    assert done.returncode == 0, done.stderr
+    return project
+
+
+@contextlib.contextmanager
+def holder(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process, once it holds its lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_reasons_are_words_and_recording_ends_them(
+    made: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = made.root
+    monkeypatch.chdir(tmp_path)  # as well as anywhere else
+    assert {"tasks/sources.py is modified", "params.yaml is new"} <= {
+        *lineage.stale("corpus", root=root)
+    }
+    lineage.record("corpus", root=root)
+    assert lineage.stale("corpus", root=root) == []
+    lineage.record("tokens", root=root)
+    assert lineage.stale("tokens", root=root) == []
+    assert "data/tokens" in (root / "dvc.lock").read_text()
+    assert made.dvc("status", "corpus", "tokens").stdout.strip().endswith("up to date.")
+
+    with (root / "tasks" / "tokens.py").open("a") as file:
+        file.write("# other code\n")
+    made.set("vocab_size: 300", "vocab_size: 301")
+    assert lineage.stale("corpus", root=root) == []
+    assert sorted(lineage.stale("tokens", root=root)) == [
+        "params.yaml: tokens changed",
+        "tasks/tokens.py is modified",
+    ]
+    (root / "data" / "corpus" / "MANIFEST.json").unlink()
+    assert lineage.stale("corpus", root=root) == ["data/corpus is modified"]
+
+
+def test_an_unknown_stage_and_no_repository_are_one_line(made: Project, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="^dvc.yaml: .*nonsense"):
+        lineage.stale("nonsense", root=made.root)
+    with pytest.raises(InputError, match="not a git checkout with DVC; clone the project$"):
+        lineage.stale("corpus", root=tmp_path)
+
+
+def test_a_dvc_command_of_somebody_else_is_waited_for(made: Project) -> None:
+    with holder(HOLD_DVC, str(made.root), "600"):
+        with pytest.raises(lineage.Busy, match="^dvc is busy in another process: "):
+            lineage.stale("corpus", patience_s=0.0, root=made.root)
+        with pytest.raises(lineage.Busy):
+            lineage.record("corpus", patience_s=0.0, root=made.root)
+    with holder(HOLD_DVC, str(made.root), "2"):
+        begun = time.monotonic()
+        lineage.stale("corpus", root=made.root)
+        assert time.monotonic() - begun > 1
+
+
+def test_one_process_at_a_time_holds_a_stage(locks: Path) -> None:
+    with holder(HOLD_STAGE, str(locks), "tokens", "1.5") as other:
+        with lineage.stage_lock("corpus"):
+            assert other.poll() is None, "another stage is free"
+        with lineage.stage_lock("tokens"):
+            entered = time.time()
+        assert other.stdout is not None
+        assert float(other.stdout.read()) <= entered
+    with holder(HOLD_STAGE, str(locks), "tokens", "600") as other:
+        os.kill(other.pid, signal.SIGKILL)
+        with lineage.stage_lock("tokens"):
+            pass  # the dead leave no lock behind
