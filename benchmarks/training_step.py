@@ -3,15 +3,17 @@
 The model and batch of params.yaml on random tokens, one thread a rank, the first arm's optimizer.
 Each round trains three fresh models for the same few steps: by a plain loop, by `Loop` on one rank,
 and by `Loop` on two ranks that share the global batch. The first two must end with the same loss,
-bit for bit: they do the same work. Clocked are steps only, with what the loop does between them;
-evaluation and checkpoint come once, after the last clocked step. Rank 1 idles through what rank 0
+bit for bit: they do the same work. A round's time is that of its best step, for other work on the
+machine can only add to it; `Loop` writes its row of metrics in every step, so the best has it too.
+Evaluation and checkpoint come once, after the clock has stopped. Rank 1 idles through what rank 0
 measures alone.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -38,8 +41,7 @@ from tasks.config import load_params
 
 LEAD = 2
 """Steps before the clock starts: the optimizer's state is made in the first update."""
-CLOCKED = 10
-STEPS = LEAD + CLOCKED
+STEPS = LEAD + 10
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Case:
     vocab_size: int
     rounds: int
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.training.global_batch * self.training.sequence_length
+
     def on(self, ranks: int) -> TrainingConfig:
         """The training config of one round on so many ranks; nothing but steps before its end."""
         return replace(
@@ -61,6 +67,7 @@ class Case:
             accumulation=1,
             steps=STEPS,
             warmup_steps=min(self.training.warmup_steps, STEPS),
+            log_every=1,
             eval_every=STEPS,
             eval_sequences=ranks,
             checkpoint_every=STEPS,
@@ -73,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Round:
-    """Means over the clocked steps of one round, in seconds, and the last step's loss."""
+    """Best times among the clocked steps of one round, in seconds, and the last step's loss."""
 
     step: float
     loss: float
@@ -81,6 +88,10 @@ class Round:
     optimizer: float = 0.0
     gradient_bytes: float = 0.0
     """Payload per step."""
+
+
+IDLE = Round(math.nan, math.nan)
+"""What a rank has to say of a round that it only waited through."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,7 +104,7 @@ def measure(quick: bool) -> Figures:
     params = load_params()
     arm = next(iter(params.pretrain_lordo.arms.values()))
     training, vocab_size = params.pretrain_lordo.training, params.tokens.vocab_size
-    rounds = 4 if quick else 40
+    rounds = 3 if quick else 24
     return measure_case(Case(params.model, arm.optimizer, training, vocab_size, rounds))
 
 
@@ -129,59 +140,67 @@ def write_tokens(folder: Path, case: Case) -> None:
 
 
 def _measure_on_rank(comm: Comm, case: Case, folder: Path) -> Figures:
-    """What both ranks do; on rank 1 the figures mean nothing."""
+    """What both ranks do; rank 0 has the figures."""
 
     def alone(contestant: Callable[[], Round]) -> Callable[[], Round]:
         def turn() -> Round:
             comm.barrier()
-            result = contestant() if comm.rank == 0 else Round(1.0, 0.0)
+            result = contestant() if comm.rank == 0 else IDLE
             comm.barrier()
             return result
 
         return turn
 
-    def loop_alone() -> Round:
-        return loop_round(case, Comm(None, comm.device), folder)
+    contestants = {
+        "plain": alone(lambda: plain_round(case, folder)),
+        "one": alone(lambda: loop_round(case, Comm(None, comm.device), folder)),
+        "two": lambda: loop_round(case, Comm(comm.group, comm.device), folder),
+    }
+    results = interleaved(contestants, case.rounds)
+    if comm.rank != 0:
+        return {}
+    return {
+        "rounds": case.rounds,
+        **step_figures(case, results["plain"], results["one"]),
+        **two_rank_figures(case, results["one"], results["two"]),
+        **checkpoint_figures(case, folder),
+    }
 
-    def loop_together() -> Round:
-        return loop_round(case, Comm(comm.group, comm.device), folder)
 
-    results = interleaved(
-        {
-            "plain": alone(lambda: plain_round(case, folder)),
-            "one": alone(loop_alone),
-            "two": loop_together,
-        },
-        case.rounds,
-    )
-    plain, one, two = results["plain"], results["one"], results["two"]
+def step_figures(case: Case, plain: list[Round], one: list[Round]) -> Figures:
+    """`Loop` on one rank against the plain loop. Raises `RuntimeError` if their losses differ."""
     for ours, theirs in zip(one, plain, strict=True):
         if ours.loss != theirs.loss:
             raise RuntimeError(f"loss {ours.loss} of Loop is not {theirs.loss} of the plain loop")
     overhead = ratio([r.step for r in one], [r.step for r in plain])
-    speedup = ratio([r.step for r in one], [r.step for r in two])
-    step, step_2_ranks = measured([r.step for r in one]), measured([r.step for r in two])
-    tokens = case.training.global_batch * case.training.sequence_length
-    enough_cores = cores() >= comm.world_size  # else times of two ranks say nothing
-    parameters = parameter_count(case.new_model())
+    step = measured([r.step for r in one])
     return {
-        "parameters": parameters,
-        "tokens_per_step": tokens,
-        "rounds": case.rounds,
+        "tokens_per_step": case.tokens_per_step,
         "loop_overhead_pct": 100 * (overhead.median - 1),
         "loop_overhead_pct_spread": 100 * overhead.spread,
         "step_ms": 1000 * step.median,
         "step_ms_spread": 1000 * step.spread,
         "plain_step_ms": 1000 * measured([r.step for r in plain]).median,
-        "tokens_per_s": tokens / step.median,
+        "tokens_per_s": case.tokens_per_step / step.median,
         "loader_ms": 1000 * measured([r.loader for r in plain]).median,
         "optimizer_ms": 1000 * measured([r.optimizer for r in plain]).median,
-        "step_2_ranks_ms": 1000 * step_2_ranks.median if enough_cores else None,
-        "speedup_2_ranks": speedup.median if enough_cores else None,
-        "speedup_2_ranks_spread": speedup.spread if enough_cores else None,
+    }
+
+
+def two_rank_figures(case: Case, one: list[Round], two: list[Round]) -> Figures:
+    """Two ranks against one at the same global batch; no times where they share a core."""
+    speedup = ratio([r.step for r in one], [r.step for r in two])
+    step = measured([r.step for r in two])
+    timed = cores() >= 2
+    parameters = parameter_count(case.new_model())
+    return {
+        "parameters": parameters,
+        "step_2_ranks_ms": 1000 * step.median if timed else None,
+        "tokens_per_s_2_ranks": case.tokens_per_step / step.median if timed else None,
+        "speedup_2_ranks": speedup.median if timed else None,
+        "speedup_2_ranks_spread": speedup.spread if timed else None,
         "gradient_payload_bytes_per_step": two[0].gradient_bytes,
         "gradient_payload_formula_bytes": 4 * parameters,
-        **(checkpoint_figures(case, folder) if comm.rank == 0 else {}),
     }
 
 
@@ -217,10 +236,10 @@ def plain_round(case: Case, tokens_dir: Path) -> Round:
         update.append(ends[-1] - begun)
         loss_value = loss.item()
     return Round(
-        step=_mean_step(ends),
+        step=_best_step(ends),
         loss=loss_value,
-        loader=statistics.fmean(loader[LEAD:]),
-        optimizer=statistics.fmean(update[LEAD:]),
+        loader=min(loader[LEAD:]),
+        optimizer=min(update[LEAD:]),
     )
 
 
@@ -253,14 +272,14 @@ def loop_round(case: Case, comm: Comm, folder: Path) -> Round:
         shutil.rmtree(run_dir)
     comm.barrier()
     return Round(
-        step=_mean_step(ends),
+        step=_best_step(ends),
         loss=result["quality"]["train_loss"],
         gradient_bytes=comm.metrics().get("comm/gradients/payload_bytes", 0) / STEPS,
     )
 
 
-def _mean_step(ends: list[float]) -> float:
-    return (ends[-1] - ends[LEAD - 1]) / CLOCKED
+def _best_step(ends: list[float]) -> float:
+    return min(end - begin for begin, end in itertools.pairwise(ends[LEAD - 1 :]))
 
 
 def checkpoint_figures(case: Case, folder: Path) -> Figures:
@@ -271,7 +290,7 @@ def checkpoint_figures(case: Case, folder: Path) -> Figures:
         parameter.grad = parameter.detach().clone()
     optimizer.step()  # makes its state
     checkpoints = Checkpoints(
-        folder / "checkpoints", case.training.keep_checkpoints, Comm(None, parameter.device)
+        folder / "checkpoints", case.training.keep_checkpoints, Comm(None, torch.device("cpu"))
     )
     seconds = []
     for step in range(1, case.rounds + 2):

@@ -68,6 +68,7 @@ def _exit_on_signals() -> None:
     such as the temporary server of Prefect. A signal that is ignored (nohup) stays so."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
+        print("shoestring: stopped; start again to resume", file=sys.stderr)
         sys.exit(128 + signum)
 
     for number in (signal.SIGTERM, signal.SIGHUP):

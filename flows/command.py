@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flows import make
 from flows.stages import Context, context, stages
-from tasks import lineage
+from tasks import lineage, servers
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -19,6 +19,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.flow in ("ui", "serve"):
         return _serve(deployments=arguments.flow == "serve")
     here = context(arguments.overrides, arguments.profile)
+    where = servers.where_to_look()
     own = _own_stages(here, arguments)
     if arguments.flow == "pretrain" and arguments.dry_run:
         print(_dry_run(here, arguments.arm))
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             _run_flow(arguments)
         if arguments.flow in ("experiment", "report"):
-            _show(here)
+            _show(here, where)
 
 
 def _own_stages(here: Context, arguments: argparse.Namespace) -> list[str]:
@@ -47,6 +48,7 @@ def _own_stages(here: Context, arguments: argparse.Namespace) -> list[str]:
 
 def _run_flow(arguments: argparse.Namespace) -> None:
     """Prefect takes seconds to import, so that is done here and only where it is needed."""
+    servers.prefect_api()
     flow = getattr(import_module(f"flows.{arguments.flow}"), arguments.flow)
     own = {key: value for key, value in vars(arguments).items() if key in ("only", "arm")}
     flow(**own, overrides=arguments.overrides or None, profile=arguments.profile)
@@ -59,12 +61,12 @@ def _dry_run(here: Context, arm: str) -> str:
     return train.prepare(here.params, arm, here.place("tokens").tokens, code).command
 
 
-def _show(here: Context) -> None:
+def _show(here: Context, where: list[str]) -> None:
     """The table of arms, and where to look further."""
     from rich.console import Console
     from rich.table import Table
 
-    from tasks import arms, servers
+    from tasks import arms
 
     rows = arms.table(arms.read(make.metrics_folders(here)))
     table = Table(title="Arms")
@@ -76,13 +78,11 @@ def _show(here: Context) -> None:
     console.print(table)
     page = here.place("report").reports / "index.html"
     print(f"report:  {os.path.relpath(page, Path.cwd())}")
-    print(*servers.where_to_look(), sep="\n")
+    print(*where, sep="\n")
 
 
 def _serve(deployments: bool) -> None:
     """Both pages, and a worker if asked, until interrupted."""
-    from tasks import servers
-
     say = partial(print, flush=True)  # whoever started us in the background reads a file
     with ExitStack() as stack:
         processes = stack.enter_context(servers.pages(say))

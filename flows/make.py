@@ -79,7 +79,7 @@ def plainly(context: Context, names: list[str], flow: str) -> None:
 
     for name in names:
         stage, _, of_arm = name.partition("@")
-        with stage_lock(name):
+        with stage_lock(name, context.place(name)):
             if stage == "corpus":
                 corpus(context)
             elif stage == "tokens":

@@ -73,14 +73,14 @@ def ensure(context: Context, stage: str, act: Callable[[], Any]) -> None:
     log = get_run_logger()
     if stage in context.changed:
         log.info("%s: params differ from params.yaml; made in %s", stage, context.workspace.root)
-        with lineage.stage_lock(stage):
+        with lineage.stage_lock(stage, context.workspace):
             act()
         return
     if not (reasons := lineage.stale(stage)):
         log.info("%s: up to date", stage)
         return
     log.info("%s: %s", stage, "; ".join(reasons))
-    with lineage.stage_lock(stage):
+    with lineage.stage_lock(stage, context.place(stage)):
         if not _made_meanwhile(stage):
             act()
         with contextlib.suppress(lineage.Busy):  # it may wait for our lock: do not wait long here

@@ -6,10 +6,10 @@ No torch here: bad input fails before anything heavy starts.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import json
+import math
 import re
 import typing
 from dataclasses import dataclass, field
@@ -33,6 +33,19 @@ _ORIGINS = {
     "hf": ("hf:NAME", r"hf:.+"),
 }
 """Kind of a source -> form and pattern of its `from`."""
+
+
+NOT_YAML = (YAMLError, ValueError, TypeError, RecursionError)
+"""What reading YAML may raise: impossible dates, keys that are lists, 3,000 brackets, ..."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""Of arms, slots and profiles: they become names of folders and files."""
+
+
+def _require_names(names: typing.Iterable[str], field: str) -> None:
+    for name in names:
+        known = "letters, digits, - and _, at most 64, not - or _ first"
+        require(NAME.fullmatch(name) is not None, f"{field}.{name!r}", f"a name has {known}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +83,7 @@ class SourceConfig(Config):
         if kind == "hf":
             require(self.sha256 is None, "sha256", "cannot be checked for an hf source")
         require(bool(self.slots), "slots", "must name at least one slot")
+        _require_names(self.slots, "slots")
         for slot, globs in self.slots.items():
             require(bool(globs), f"slots.{slot}", "must name at least one glob")
 
@@ -97,7 +111,11 @@ class TokensConfig(Config):
     shard_tokens: int = 100_000_000
 
     def __post_init__(self) -> None:
-        require(self.vocab_size >= 257, "vocab_size", "must be at least 257: 256 bytes and the end")
+        require(
+            257 <= self.vocab_size <= 2**20,
+            "vocab_size",
+            "must be at least 257 (256 bytes and the end) and at most 2^20",
+        )
         require(self.shard_tokens > 0, "shard_tokens", "must be positive")
 
 
@@ -110,6 +128,7 @@ class PretrainConfig(Config):
 
     def __post_init__(self) -> None:
         require(bool(self.arms), "arms", "must name at least one arm")
+        _require_names(self.arms, "arms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +141,8 @@ class LaunchConfig(Config):
     """Time that ranks have between SIGTERM and SIGKILL to write a checkpoint."""
 
     def __post_init__(self) -> None:
-        require(self.deadline_minutes > 0, "deadline_minutes", "must be positive")
-        require(self.stop_seconds > 0, "stop_seconds", "must be positive")
+        for name in ("deadline_minutes", "stop_seconds"):
+            require(0 < getattr(self, name) < math.inf, name, "must be positive and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +154,15 @@ class Params(Config):
     model: ModelConfig
     pretrain_lordo: PretrainConfig
     launch: LaunchConfig
+
+    def __post_init__(self) -> None:
+        for stage, config in self.pretraining.items():
+            longest = self.model.max_position_embeddings
+            require(
+                self.model.path is not None or config.training.sequence_length <= longest,
+                f"{stage}.training.sequence_length",
+                f"must be at most model.max_position_embeddings ({longest})",
+            )
 
     @property
     def pretraining(self) -> dict[str, PretrainConfig]:
@@ -162,6 +190,8 @@ def load_params(
     """
     raw = load_yaml(path)
     if profile is not None:
+        if NAME.fullmatch(profile) is None:
+            raise InputError(f"--profile {profile!r}: is not a name")
         raw = _merge(raw, load_yaml(path.with_name(f"params.{profile}.yaml")))
     for override in overrides:
         _apply(raw, override)
@@ -176,7 +206,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except YAMLError as error:
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except NOT_YAML as error:
         raise InputError(f"{path}: not YAML: {one_line(error)}") from None
     if not isinstance(loaded, dict):
         raise InputError(f"{path}: must hold a mapping of stages, not {type(loaded).__name__}")
@@ -185,15 +217,26 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def validate(raw: dict[str, Any], file: str) -> Params:
     """Typed params from plain values, or `InputError` for the first thing that is wrong."""
-    raw = copy.deepcopy(raw)
+    try:
+        raw = json.loads(json.dumps(raw, default=str))
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # keys that are lists, loops of aliases
+        raise InputError(f"{file}: {one_line(error)}") from None
     corpus = raw.get("corpus")
     if isinstance(corpus, dict) and isinstance(corpus.get("sources"), list):
-        for source in corpus["sources"]:  # `from` is a Python keyword
+        for number, source in enumerate(corpus["sources"]):  # `from` is a Python keyword
+            if isinstance(source, dict) and "origin" in source:
+                raise InputError(
+                    f"{file}: corpus.sources.{number}.origin: unknown key; write 'from'"
+                )
             if isinstance(source, dict) and "from" in source:
                 source["origin"] = source.pop("from")
     try:
-        # Through JSON: strict there means exact scalars, and a mapping may fill a dataclass.
-        return TypeAdapter(Params).validate_json(json.dumps(raw, default=str))
+        # As JSON: strict there means exact scalars, and a mapping may fill a dataclass.
+        return TypeAdapter(Params).validate_json(json.dumps(raw))
     except ValidationError as error:
         raise InputError(f"{file}: {_one_line(error)}") from None
 
@@ -252,5 +295,5 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raise InputError(f"--set {dotted}: no such key")
     try:
         node[last] = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
+    except NOT_YAML as error:
         raise InputError(f"--set {dotted}: not YAML: {one_line(error)}") from None

@@ -31,6 +31,8 @@ DEFAULTS = {
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    # Its page would start eight processes, 2 GB in all, for services that nothing here uses.
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     # A server that is away is noticed soon; tasks/mlflow_run.py has its own patience.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",

@@ -20,20 +20,31 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from algorithms.common.errors import InputError, one_line
-from tasks.paths import LOCKS, PROJECT
+from tasks.paths import LOCKS, PROJECT, Workspace
 
 T = TypeVar("T")
+
+log = logging.getLogger("shoestring")
 
 PATIENCE_S = 600.0
 """How long to wait for a DVC command of somebody else, such as a running `dvc repro`."""
 
 
 @contextlib.contextmanager
-def stage_lock(stage: str) -> Iterator[None]:
+def stage_lock(stage: str, workspace: Workspace) -> Iterator[None]:
     """Held while a stage's outputs are checked and made, by flows and by `dvc repro` alike."""
     LOCKS.mkdir(exist_ok=True)
-    with FileLock(LOCKS / f"stage-{stage}.lock"):
+    place = "" if workspace == Workspace() else f"{workspace.root.name}-"
+    lock = FileLock(LOCKS / f"stage-{place}{stage}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.warning("%s is being made by another process; waiting for it", stage)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 class Busy(InputError):
@@ -77,7 +88,7 @@ def _ours(patience_s: float) -> Iterator[None]:
 
 
 def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
-    from dvc.exceptions import DvcException, NotDvcRepoError
+    from dvc.exceptions import DvcException, NoOutputOrStageError, NotDvcRepoError
     from dvc.lock import LockError
     from dvc.repo import Repo
     from dvc.rwlock import RWLockFileCorruptedError
@@ -95,6 +106,9 @@ def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
                 if time.monotonic() > deadline:
                     raise Busy(f"dvc is busy in another process: {error}") from None
                 time.sleep(1.0)
+            except NoOutputOrStageError as error:
+                hint = "a new arm has to be added to its matrix"
+                raise InputError(f"dvc.yaml: {one_line(error)}; {hint}") from None
             except NotDvcRepoError:
                 raise InputError(
                     f"{root}: not a git checkout with DVC; clone the project"

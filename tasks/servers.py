@@ -1,10 +1,12 @@
-"""The pages of MLflow and Prefect on loopback, and a worker for the scheduled deployments.
+"""The pages of MLflow and Prefect on loopback, a worker for the scheduled deployments, and the
+temporary Prefect API of a flow run.
 
 All are children of this process, tied to it: they end when it ends, however it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -30,6 +32,8 @@ POOL = "shoestring"
 START_S = 180.0
 """A fresh database takes most of a minute to come up on a busy machine."""
 STOP_S = 15.0
+NO_PAGE = {"PREFECT__SERVER_FINAL": "1", "PREFECT_SERVER_UI_ENABLED": "false"}
+"""Environment of a temporary API."""
 
 
 @contextmanager
@@ -51,6 +55,34 @@ def pages(say: Callable[[str], None]) -> Iterator[list[subprocess.Popen[bytes]]]
         say("MLflow:  " + mlflow_store.page_url())
         say("Prefect: " + page(PREFECT))
         yield processes
+
+
+def prefect_api() -> None:
+    """See to it that PREFECT_API_URL names a Prefect API: the user's, or one for this process.
+
+    Prefect would start its temporary server by itself, but in our process group, where Ctrl-C
+    reaches it before the flow has said how it ended, and without anything that ends it when we are
+    killed. So we start the same server (Prefect's `SubprocessASGIServer`) in a session of its own.
+    Call this before prefect is imported: at exit the server goes last. Raises `InputError` when the
+    user's API does not answer.
+    """
+    if url := os.environ.get("PREFECT_API_URL"):
+        try:
+            requests.get(f"{url}/health", timeout=10).raise_for_status()
+        except requests.RequestException as error:
+            where = f"PREFECT_API_URL: {mlflow_store.redact(url)}"
+            raise InputError(f"{where} does not answer: {one_line(error)}") from None
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address: Address = probe.getsockname()
+    command = ["uvicorn", "--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
+    command += ["--host", address[0], "--port", str(address[1]), "--log-level", "error"]
+    stack = ExitStack()
+    process = stack.enter_context(_child(command, PREFECT__SERVER_EPHEMERAL="1", **NO_PAGE))
+    atexit.register(stack.close)
+    _await(process, page(address) + "/api/health")
+    os.environ["PREFECT_API_URL"] = page(address) + "/api"
 
 
 def where_to_look() -> list[str]:
@@ -113,8 +145,10 @@ def _server(command: list[str], address: Address, health: str) -> Iterator[subpr
 
 
 @contextmanager
-def _child(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _child(command: list[str], **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A program of our environment that ends with this process, or on leaving the block.
+
+    It has a session of its own, out of reach of the terminal's Ctrl-C.
 
     By SIGTERM, which it passes on to processes of its own; SIGKILL would leave them behind.
     """
@@ -122,7 +156,9 @@ def _child(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         [program, *command[1:]],
         cwd=PROJECT,
+        env={**os.environ, **environment},
         stdout=subprocess.DEVNULL,
+        start_new_session=True,
         preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
     )
     try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from algorithms.common.config import TrainingConfig
 from algorithms.common.errors import InputError
 from algorithms.common.files import read_json, replace_folder, write_json
 from algorithms.common.metrics import read_rows
@@ -45,6 +46,11 @@ class Job:
     @property
     def module(self) -> str:
         return f"tasks.jobs.{self.config.stage}"
+
+    @property
+    def finished(self) -> bool:
+        """Whether only publishing is left: result.json is written last, publishing takes model/."""
+        return (self.run_dir / "result.json").exists() and (self.run_dir / "model").is_dir()
 
     @property
     def command(self) -> str:
@@ -116,18 +122,6 @@ def run(
     `InputError`, `torchrun.JobFailed`, or `torchrun.JobStopped` (start again to resume).
     """
     job = prepare(params, arm, tokens, code)
-    if not (job.run_dir / "result.json").exists() or not (job.run_dir / "model").is_dir():
-        _launch(job, params, locked, parent, say)
-    return publish(job, out)
-
-
-def _launch(
-    job: Job,
-    params: Params,
-    locked: Sequence[str],
-    parent: tracking.TrackedRun,
-    say: Callable[[str], None],
-) -> None:
     config = job.config
     tags = tracking.standard_tags(
         task_version=VERSION,
@@ -135,17 +129,24 @@ def _launch(
         locked=locked,
         job_id=config.job_id,
     )
+    with tracking.arm_run(
+        parent,
+        name=arm,
+        run_dir=job.run_dir,
+        params=tracking.flatten(config.to_dict()),
+        tags=tags,
+    ) as tracked:
+        if not job.finished:
+            _launch(job, params, tracked, say)
+    return publish(job, out)
+
+
+def _launch(
+    job: Job, params: Params, tracked: tracking.TrackedRun, say: Callable[[str], None]
+) -> None:
+    config = job.config
     (job.run_dir / "result.json").unlink(missing_ok=True)  # says that model/ is whole
-    with (
-        tracking.arm_run(
-            parent,
-            name=config.arm_name,
-            run_dir=job.run_dir,
-            params=tracking.flatten(config.to_dict()),
-            tags=tags,
-        ) as tracked,
-        progress(f"{config.stage} {config.arm_name}", total=config.training.steps) as advance,
-    ):
+    with progress(f"{config.stage} {config.arm_name}", total=config.training.steps) as advance:
         rows = Follower(job.run_dir / "metrics.jsonl")
         shown = 0
 
@@ -185,6 +186,19 @@ def publish(job: Job, out: Workspace) -> dict[str, Any]:
     write_json(metrics / "quality.json", result["quality"])
     quality: dict[str, Any] = result["quality"]
     return quality
+
+
+def _require_sequences(tokens: Path, training: TrainingConfig) -> None:
+    """What the job checks as well, before half a minute is spent on starting it."""
+    splits = read_json(tokens / "MANIFEST.json")["splits"]
+    for split, needed in (("train", training.global_batch), ("val", training.eval_sequences)):
+        length = training.sequence_length
+        found = sum(max(0, s["tokens"] - 1) // length for s in splits[split]["shards"])
+        if found < needed:
+            raise InputError(
+                f"{tokens}: split {split!r} has {found} sequences of {length} tokens,"
+                f" {needed} are needed"
+            )
 
 
 def _sources_sha256(code: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ with `from_dict`. Both run `__post_init__`, so a value is checked wherever it co
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -126,12 +127,12 @@ class OptimizerConfig(Config):
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "lr", "must be positive")
+        require(0 < self.lr < math.inf, "lr", "must be positive and finite")
         require(0 <= self.beta1 < 1, "beta1", "must be in [0, 1)")
         require(0 <= self.beta2 < 1, "beta2", "must be in [0, 1)")
-        require(self.eps > 0, "eps", "must be positive")
-        require(self.weight_decay >= 0, "weight_decay", "must not be negative")
-        require(self.clip_norm >= 0, "clip_norm", "must not be negative")
+        require(0 < self.eps < math.inf, "eps", "must be positive and finite")
+        for name in ("weight_decay", "clip_norm"):
+            require(0 <= getattr(self, name) < math.inf, name, "must be finite, not negative")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ window once, in an order that depends on (seed, epoch) only.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,23 @@ class TokenShards:
             # Bytes of held-out text over the sum of its tokens' bytes; 1.0 for byte-level BPE.
             self.bytes_factor: float = manifest["bytes_per_token_bytes"]
             dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-            shards = manifest["splits"][split]["shards"]
-            self._shards = [_map_shard(folder / s["file"], s["tokens"], dtype) for s in shards]
+            self._listed: list[dict[str, Any]] = manifest["splits"][split]["shards"]
+            self._shards = [
+                _map_shard(folder / s["file"], s["tokens"], dtype) for s in self._listed
+            ]
         except KeyError as error:
             raise InputError(f"{folder / 'MANIFEST.json'}: has no key {error}") from None
         # One object holds the orders of two epochs at most: a batch may end one and begin the next.
         self._order = functools.lru_cache(maxsize=2)(epoch_order)
+
+    def verify(self) -> None:
+        """Raise `InputError` naming the shard whose bytes are not those that were written."""
+        for shard in self._listed:
+            path = self.folder / shard["file"]
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != shard["sha256"]:
+                raise InputError(f"{path}: is corrupted: its sha256 is {found}; make it again")
 
     @property
     def tokens(self) -> int:

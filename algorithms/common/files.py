@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from algorithms.common.errors import InputError, one_line
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -15,8 +17,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """What makes a Hugging Face directory's tokenizer; goes from data/tokens into every model."""
-
-from algorithms.common.errors import InputError, one_line
 
 
 def write_text(path: Path, text: str) -> None:

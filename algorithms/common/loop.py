@@ -97,6 +97,8 @@ class Loop:
         self.stop_requested = stop_requested
         self.train = data.TokenShards(tokens_dir, "train")
         self.held_out = data.TokenShards(tokens_dir, "val")
+        self.train.require(config.global_batch, config.sequence_length)
+        self.held_out.require(config.eval_sequences, config.sequence_length)
         self.token_bytes = data.token_bytes(tokens_dir).to(comm.device)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, comm)
         self.started = time.perf_counter()

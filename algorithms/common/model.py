@@ -26,7 +26,6 @@ from algorithms.common.seeding import seed_model
 disable_progress_bar()  # a rank's log is a file
 
 
-
 def build(config: ModelConfig, *, vocab_size: int, end_of_text: int, seed: int) -> nn.Module:
     """A causal language model in float32, the same weights on every rank for the same `seed`.
 
@@ -51,8 +50,22 @@ def build(config: ModelConfig, *, vocab_size: int, end_of_text: int, seed: int) 
         pad_token_id=end_of_text,
     )
     seed_model(seed)
-    model: nn.Module = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
+    except ValueError as error:  # a family without a language model
+        raise InputError(f"model.family: {config.family}: {one_line(error)}") from None
+    _require_causal(model, f"model.family: {config.family}")
     return model
+
+
+def _require_causal(model: nn.Module, name: str) -> None:
+    """Raise `InputError` where a token sees the ones after it, as in BERT."""
+    model.eval()
+    with torch.no_grad():
+        first, second = logits(model, torch.tensor([[0, 1, 2], [0, 1, 3]]))[:, :2]
+    model.train()
+    if not torch.allclose(first, second, atol=1e-4):
+        raise InputError(f"{name} is not causal: a token's prediction depends on later tokens")
 
 
 def _load(path: Path, vocab_size: int) -> nn.Module:

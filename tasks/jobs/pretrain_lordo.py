@@ -30,9 +30,11 @@ def run(config_path: Path) -> None:
         )
     environment.check_precision(training.precision, comm.device)
     facts = environment.describe(comm)
+    shards = data.TokenShards(tokens_dir, "train")
     if comm.rank == 0:
         write_json(run_dir / "env.json", facts)
-    shards = data.TokenShards(tokens_dir, "train")
+        shards.verify()
+        data.TokenShards(tokens_dir, "val").verify()
     decoder = model.build(
         config.model,
         vocab_size=shards.vocab_size,

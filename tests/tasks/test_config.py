@@ -1,5 +1,7 @@
 """params.yaml: typed, and wrong in one line that names the file and the dotted key."""
 
+import json
+
 import pytest
 
 from algorithms.common.errors import InputError
@@ -46,6 +48,12 @@ def test_numbers_are_read_as_dvc_reads_them():
         ("corpus.sources=[{from: 'pypi:Django'}]", "sources.0.from: must be pypi:NAME==VERSION"),
         ("corpus.sources=[{from: 'pypi:a==1'}]", "sources.0.sha256: is required for a pypi source"),
         ("model.hidden_size=130", "model.hidden_size: must be a multiple of num_attention_heads"),
+        ("pretrain_lordo.arms.ddp.optimizer.lr=.inf", "optimizer.lr: must be positive and finite"),
+        ("launch.stop_seconds=.inf", "launch.stop_seconds: must be positive and finite"),
+        ("tokens.vocab_size=10000000000", "tokens.vocab_size: must be at least 257"),
+        ("pretrain_lordo.training.sequence_length=4096", "at most model.max_position_embeddings"),
+        ("corpus.sources=[{origin: stdlib}]", "corpus.sources.0.origin: unknown key; write 'from'"),
+        ("corpus.sources=[{from: stdlib, slots: {'../x': ['*']}}]", "slots.'../x': a name has"),
         ("launch.stop_seconds=null", "launch.stop_seconds: input should be a valid number"),
     ],
 )
@@ -65,6 +73,7 @@ def test_what_is_wrong_is_named(override, message):
         ("=3", "--set =3: must be key=value"),
         ("tokens.vocab_size.x=3", "--set tokens.vocab_size.x: no such key"),
         ("tokens.vocab_size=[", "--set tokens.vocab_size: not YAML"),
+        ("tokens.vocab_size=2001-13-45", "--set tokens.vocab_size: not YAML"),
     ],
 )
 def test_an_override_that_cannot_be_read_is_named(override, message):
@@ -95,6 +104,39 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
 def test_a_missing_profile_is_named():
     with pytest.raises(InputError, match=r"params\.nowhere\.yaml: no such file"):
         load_params(profile="nowhere")
+
+
+@pytest.mark.parametrize("name", ["../../texts", "a/b", "", "-x", "a@b", "x" * 65, "a\n", "ä"])
+def test_an_arm_cannot_have_a_name_that_is_a_path(tmp_path, name):
+    """It becomes a folder: `../../texts` would be replaced by a model."""
+    path = tmp_path / "params.yaml"
+    text = (PROJECT / "params.yaml").read_text()
+    path.write_text(text.replace("    ddp:", f"    {json.dumps(name)}:"))
+    with pytest.raises(InputError, match=r"params.yaml: pretrain_lordo\.arms\..*: a name has"):
+        load_params(path)
+
+
+@pytest.mark.parametrize("profile", ["../x", "/etc/passwd", "a b", "\0", "x" * 300])
+def test_a_profile_is_a_name(profile):
+    with pytest.raises(InputError, match="--profile .*: is not a name"):
+        load_params(profile=profile)
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    with pytest.raises(InputError, match="Is a directory"):
+        load_yaml(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="loop: Too many levels"):
+        load_yaml(tmp_path / "loop")
+
+
+@pytest.mark.parametrize("text", ["a: &x [*x]\n", "a: " + "[" * 3000, "? [1, 2]\n: 3\n"])
+def test_yaml_that_no_config_can_be_is_one_line(tmp_path, text):
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        load_params(path)
+    assert str(caught.value).count("\n") == 0
 
 
 def test_a_missing_key_is_named(tmp_path):

@@ -71,6 +71,7 @@ print(json.dumps({
     "no hint": m.MLFLOW_DISABLE_AGENT_HINT.get(),
     "no urls": m.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.get(),
     "level": m.MLFLOW_LOGGING_LEVEL.get(),
+    "job services": m.MLFLOW_SERVER_ENABLE_JOB_EXECUTION.get(),
     "dvc analytics": dvc.analytics.is_enabled(),
 }))
 """
@@ -86,5 +87,6 @@ print(json.dumps({
         "no hint": True,
         "no urls": True,
         "level": "WARNING",
+        "job services": False,
         "dvc analytics": False,
     }

@@ -13,7 +13,7 @@ import pytest
 
 from algorithms.common.errors import InputError
 from tasks import lineage
-from tasks.paths import PROJECT
+from tasks.paths import PROJECT, Workspace
 from tests.project import Project
 
 HOLD_DVC = """
@@ -27,10 +27,12 @@ HOLD_STAGE = """
 import sys, time
 from pathlib import Path
 from tasks import lineage
+from tasks.paths import Workspace
 lineage.LOCKS = Path(sys.argv[1])
-with lineage.stage_lock(sys.argv[2]):
+with lineage.stage_lock("tokens", Workspace()):
     print("held", flush=True)
-    time.sleep(float(sys.argv[3]))
+    sys.stdin.readline()
+    time.sleep(0.5)
     print(time.time(), flush=True)
 """
 
@@ -54,7 +56,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def holder(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Another process, once it holds its lock."""
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments],
+        cwd=PROJECT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None
@@ -111,15 +117,21 @@ def test_a_dvc_command_of_somebody_else_is_waited_for(made: Project) -> None:
         assert time.monotonic() - begun > 1
 
 
-def test_one_process_at_a_time_holds_a_stage(locks: Path) -> None:
-    with holder(HOLD_STAGE, str(locks), "tokens", "1.5") as other:
-        with lineage.stage_lock("corpus"):
+def test_one_process_at_a_time_makes_a_stage(locks: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with holder(HOLD_STAGE, str(locks)) as other:
+        with lineage.stage_lock("corpus", Workspace()):
             assert other.poll() is None, "another stage is free"
-        with lineage.stage_lock("tokens"):
+        with lineage.stage_lock("tokens", Workspace(locks / "set" / "0123")):
+            assert other.poll() is None, "so is the stage of another place"
+        assert caplog.messages == []
+        assert other.stdin is not None and other.stdout is not None
+        other.stdin.write("go on\n")
+        other.stdin.flush()
+        with lineage.stage_lock("tokens", Workspace()):
             entered = time.time()
-        assert other.stdout is not None
-        assert float(other.stdout.read()) <= entered
-    with holder(HOLD_STAGE, str(locks), "tokens", "600") as other:
+        assert float(other.stdout.readline()) <= entered
+        assert caplog.messages == ["tokens is being made by another process; waiting for it"]
+    with holder(HOLD_STAGE, str(locks)) as other:
         os.kill(other.pid, signal.SIGKILL)
-        with lineage.stage_lock("tokens"):
+        with lineage.stage_lock("tokens", Workspace()):
             pass  # the dead leave no lock behind

@@ -78,6 +78,8 @@ def test_the_tokenizer_comes_along(tmp_path):
     [
         ({"family": "gopher"}, "model.family: transformers has no 'gopher'"),
         ({"extra": {"rope_thetas": 1}}, "model.extra.rope_thetas: llama has no such setting"),
+        ({"family": "bert"}, "model.family: bert is not causal"),
+        ({"family": "vit"}, "model.family: vit: "),
         ({"path": "/nowhere"}, "model.path: /nowhere holds no config.json"),
     ],
 )

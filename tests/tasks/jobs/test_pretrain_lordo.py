@@ -75,11 +75,18 @@ def test_on_a_bare_node_it_leaves_an_ordinary_model(tmp_path):
     assert environment["device"] == "cpu"
 
 
+def overwrite(folder):
+    """Damage that leaves the size as it was, and every id inside the vocabulary."""
+    with (folder / "train" / "00000.bin").open("r+b") as file:
+        file.write(bytes(100))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: (folder / "MANIFEST.json").unlink(), "MANIFEST.json: no such file"),
         (lambda folder: (folder / "val" / "00000.bin").write_bytes(b"1"), "00000.bin: has 1 bytes"),
+        (overwrite, "train/00000.bin: is corrupted: its sha256 is"),
     ],
 )
 def test_damaged_tokens_are_one_line_and_exit_code_2(tmp_path, damage, message):
