@@ -27,7 +27,7 @@ from algorithms.common.errors import InputError
 LOGITS = 4.5
 """Copies of a token's logits at the head's peak: logits, their exponentials, their gradient."""
 
-CAPTURE = 1.0
+CAPTURE = 0.57
 """Live values of a forward without a graph, in graphs of one layer."""
 
 CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
