@@ -17,7 +17,7 @@ ELSEWHERE = {
     "tests/algorithms/branch_replay/test_odd_cases.py": "algorithms/branch_replay/replay.py",
     "tests/algorithms/branch_replay/test_refusals.py": "algorithms/branch_replay/replay.py",
     "tests/algorithms/branch_replay/test_trees.py": "algorithms/branch_replay/replay.py",
-    "tests/kernels/shared_prefix_attention/test_attention.py": "kernels/shared_prefix_attention/triton.py",
+    "tests/kernels/shared_prefix_attention/test_attention.py": "kernels/shared_prefix_attention",
     "tests/algorithms/common/test_precision.py": "algorithms/common/loop.py",
     "tests/algorithms/common/test_transfers.py": "algorithms/common/comm.py",
     "tests/flows/test_main.py": "flows/__main__.py",
