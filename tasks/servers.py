@@ -83,6 +83,7 @@ def prefect_api() -> None:
     atexit.register(stack.close)
     _await(process, page(address) + "/api/health")
     os.environ["PREFECT_API_URL"] = page(address) + "/api"
+    os.environ.setdefault("PREFECT_UI_URL", page(PREFECT))  # links live on in `make ui`
 
 
 def where_to_look() -> list[str]:

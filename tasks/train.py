@@ -78,7 +78,7 @@ def prepare(params: Params, arm: str, tokens: Path, code: Sequence[str]) -> Job:
     stage = params.stage_of(arm)
     manifest = tokens / "MANIFEST.json"
     if not manifest.is_file():
-        raise InputError(f"{tokens}: holds no tokens; run ./run -m flows prepare")
+        raise InputError(f"{tokens}: holds no tokens; `prepare` with the same --set makes them")
     path = params.model.path
     if path is not None and not (PROJECT / path / "config.json").is_file():
         raise InputError(f"model.path: {path} holds no config.json")

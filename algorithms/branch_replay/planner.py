@@ -2,9 +2,9 @@
 
 Peak memory is what comes on top of the weights: gradients, the prompt's keys and values and their
 cotangents, recurrent states at the chunks' ends, and the larger of two autograd graphs, that of a
-batch of branches with its logits and that of a chunk of the prompt. Not in it: optimizer states, and
-the scratch space of attention that each thread beyond the first has.
-Time is FLOPs over a measured rate plus a measured overhead per forward and backward.
+batch of branches with its logits and that of a chunk of the prompt. Not in it: optimizer states,
+and the scratch space of attention that each thread beyond the first has. Time is FLOPs over a
+measured rate plus a measured overhead per forward and backward.
 """
 
 from __future__ import annotations

@@ -183,7 +183,11 @@ class TrainingConfig(Config):
             "checkpoint_every",
             "keep_checkpoints",
         )
-        require(0 <= self.warmup_steps <= self.steps, "warmup_steps", "must be in [0, steps]")
+        require(
+            0 <= self.warmup_steps <= self.steps,
+            "warmup_steps",
+            f"must be in [0, steps], is {self.warmup_steps} with {self.steps} steps",
+        )
         require(0 <= self.final_lr_fraction <= 1, "final_lr_fraction", "must be in [0, 1]")
         require(
             self.global_batch % (self.ranks * self.accumulation) == 0,

@@ -105,7 +105,9 @@ def test_other_code_of_the_job_is_another_job(
 
 
 def test_missing_tokens_and_unknown_arms_are_refused(tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nothing: holds no tokens; run ./run -m flows prepare$"):
+    with pytest.raises(
+        InputError, match=r"nothing: holds no tokens; `prepare` with the same --set makes them$"
+    ):
         prepare(load_params(), tmp_path / "nothing")
     with pytest.raises(InputError, match="no arm 'dpp' in params.yaml; known arms: ddp"):
         prepare(load_params(), tokens, "dpp")
