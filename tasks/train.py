@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from algorithms.common.config import TrainingConfig
 from algorithms.common.errors import InputError
 from algorithms.common.files import read_json, replace_folder, write_json
 from algorithms.common.metrics import read_rows
@@ -186,19 +185,6 @@ def publish(job: Job, out: Workspace) -> dict[str, Any]:
     write_json(metrics / "quality.json", result["quality"])
     quality: dict[str, Any] = result["quality"]
     return quality
-
-
-def _require_sequences(tokens: Path, training: TrainingConfig) -> None:
-    """What the job checks as well, before half a minute is spent on starting it."""
-    splits = read_json(tokens / "MANIFEST.json")["splits"]
-    for split, needed in (("train", training.global_batch), ("val", training.eval_sequences)):
-        length = training.sequence_length
-        found = sum(max(0, s["tokens"] - 1) // length for s in splits[split]["shards"])
-        if found < needed:
-            raise InputError(
-                f"{tokens}: split {split!r} has {found} sequences of {length} tokens,"
-                f" {needed} are needed"
-            )
 
 
 def _sources_sha256(code: Sequence[str]) -> str:
