@@ -151,8 +151,15 @@ def best_ratio(above: Sequence[float], below: Sequence[float]) -> Measured:
 def flop_limit(model: Any, mode: str, prompt: int, response: int, branches: int) -> float:
     """The speed-up over naive at equal FLOP/s."""
     shape, responses = describe(Trunk(model)), [response] * branches
-    swept = prompt if mode == "exact" else 0
-    ours = replay_flops(shape, prompt, responses, open_tokens=swept, passes=1)
+    exact = mode == "exact"
+    ours = replay_flops(
+        shape,
+        prompt,
+        responses,
+        open_tokens=prompt if exact else 0,
+        passes=1,
+        keep_attention=exact,
+    )
     return naive_flops(shape, prompt, responses) / ours
 
 

@@ -45,6 +45,7 @@ class Case:
         (192, 3, Work(3000, 96, 6), ReplayConfig(chunk=512, branches_per_pass=3)),
         (64, 6, Work(2500, 200, 4), ReplayConfig(chunk=700, branches_per_pass=4)),
         (256, 2, Work(2048, 33, 12), ReplayConfig(chunk=256, branches_per_pass=12)),
+        (192, 3, Work(3000, 96, 6), ReplayConfig(chunk=600, keep_attention=True)),
         (192, 3, Work(3000, 96, 6), ReplayConfig(mode="response_only", chunk=512)),
         (64, 6, Work(5000, 40, 16), ReplayConfig(mode="response_only", chunk=1024)),
     )
@@ -70,7 +71,12 @@ class Case:
         return random_group(model.config.vocab_size, prompt, self.response, branches)
 
     def replay(self, model: Any, group: Group, mode: Any, branches_per_pass: int = EIGHT) -> Step:
-        config = ReplayConfig(mode=mode, chunk=self.chunk, branches_per_pass=branches_per_pass)
+        config = ReplayConfig(
+            mode=mode,
+            chunk=self.chunk,
+            branches_per_pass=branches_per_pass,
+            keep_attention=mode == "exact",
+        )
         return replay_step(model, group, config)
 
 

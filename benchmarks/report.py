@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -30,20 +30,31 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def run(name: str, text: str, measure: Callable[[bool], Figures], argv: Sequence[str]) -> int:
+def run(
+    name: str,
+    text: str,
+    measure: Callable[..., Figures],
+    argv: Sequence[str],
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> int:
     """Call `measure(quick)`, print its figures, and write them where `--json` says.
 
-    Adds the figures `quick` (0 or 1) and `cores`. Returns the exit code; bad arguments and
-    `InputError` end with one line and 2, before any work where they can be known by then.
+    Adds the figures `quick` (0 or 1) and `cores`. `options` of the benchmark's own (name without
+    dashes -> keywords of `add_argument`) reach `measure` as keywords. Returns the exit code; bad
+    arguments and `InputError` end with one line and 2, before any work where they can be known by
+    then.
     """
     parser = Parser(prog=f"python -m benchmarks.{name}", description=text)
-    parser.add_argument("--quick", action="store_true", help="less than a minute, more noise")
+    parser.add_argument("--quick", action="store_true", help="at most five minutes, more noise")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file")
+    for option, keywords in (options or {}).items():
+        parser.add_argument(f"--{option}", **keywords)
     arguments = parser.parse_args(argv)
+    own = {option: getattr(arguments, option) for option in options or {}}
     try:
         if arguments.json is not None:
             _check_writable(arguments.json)
-        measured = measure(arguments.quick)
+        measured = measure(arguments.quick, **own)
     except InputError as error:
         parser.error(str(error))
     figures = dict(measured) | {"quick": int(arguments.quick), "cores": cores()}

@@ -15,6 +15,7 @@ BLOCKS = {
     for match in re.finditer(
         r"^```python\n(.*?)^```", (PROJECT / name).read_text(encoding="utf-8"), re.M | re.S
     )
+    if "branch_replay" in match[1]
 }
 
 

@@ -22,12 +22,16 @@ from algorithms.branch_replay.errors import SelfCheckError
 from algorithms.branch_replay.path import Path
 from algorithms.branch_replay.remote import attend_remote
 from algorithms.common.errors import InputError
-from kernels.shared_prefix_attention import attention
+from kernels.shared_prefix_attention import Saved, attention
 
 NAME = "shoestring_branch_replay"
 
 Write = tuple[int, str]
 """What a layer writes in one forward: (layer index, "attention" | "conv" | "recurrent")."""
+
+
+Outputs = dict[int, Saved]
+"""What attention computed in one forward, by layer."""
 
 
 class TopReached(Exception):
@@ -49,6 +53,8 @@ class Run:
     windows: dict[int, int | None] = field(default_factory=dict)
     heads: dict[int, int] = field(default_factory=dict)
     """Of queries."""
+    outputs: Outputs | None = None
+    """Kept here, or if there are any, taken from here; None: neither."""
     written: set[Write] = field(default_factory=set)
     cached: set[int] = field(default_factory=set)
     """Layers that handed their keys to the cache."""
@@ -137,13 +143,13 @@ def _attend(
         "softcap": softcap,
         "sinks": s_aux,
     }
-    if run.path is None or run.start == 0:
-        out = attention(query, key, value, None, **settings)
-    elif run.path.remote:
-        out = attend_remote(query, key, value, run.path, layer, run.start, settings)
+    path = run.path if run.start > 0 else None
+    if path is not None and path.remote:
+        out = attend_remote(query, key, value, path, layer, run.start, settings)
     else:
-        prefix = run.path.prefix(layer, run.start, window)
-        out = attention(query, key, value, prefix, **settings)
+        prefix = None if path is None else path.prefix(layer, run.start, window)
+        saved = None if run.outputs is None else run.outputs.setdefault(layer, Saved())
+        out = attention(query, key, value, prefix, saved=saved, **settings)
     run.consumed += 1
     return out.transpose(1, 2).contiguous(), None
 

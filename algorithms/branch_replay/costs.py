@@ -2,7 +2,8 @@
 
 Derivation: docs/branch_replay.md. A multiply-add counts as two FLOPs. Attention's backward is five
 products where forward is two (scores are recomputed); without a gradient for the prefix's keys and
-values it is three. In prompt tokens the top layer runs its projections to keys and values only.
+values it is three. In prompt tokens the top layer runs its projections to queries, keys and values
+only, and those to queries without a backward.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Shape:
     """The same in the top layer."""
     top_keys: float
     """Those of the top layer that make queries, keys and values."""
+    top_back: float
+    """Of these the ones that keys and values depend on: a prompt's queries get no gradient."""
     head: float
     layers: int
     vocabulary: int
@@ -55,6 +58,8 @@ class Shape:
     """Keys and values per token, all layers."""
     grad_bytes: int
     """Their cotangents."""
+    output_bytes: int
+    """What attention gives for a prompt's token, all layers; kept with `keep_attention`."""
     state_bytes: int
     """Recurrent states, whatever the length."""
     item: int
@@ -69,6 +74,8 @@ class Forward:
 
     products: float = 0.0
     """Of weights."""
+    forward_only: float = 0.0
+    """Of weights that get no gradient."""
     own: float = 0.0
     """Of attention, to keys with a gradient."""
     constant: float = 0.0
@@ -76,7 +83,7 @@ class Forward:
 
     @property
     def forward(self) -> float:
-        return self.products + self.own + self.constant
+        return self.products + self.forward_only + self.own + self.constant
 
     @property
     def backward(self) -> float:
@@ -93,7 +100,8 @@ def tokens_forward(
     """`tokens` tokens behind `before` others, of which the first `constant` have no gradient.
 
     Not `scored`: prompt tokens, for which the top layer stops at its keys and values."""
-    weights = shape.weights + (shape.top + shape.head if scored else shape.top_keys)
+    weights = shape.weights + (shape.top + shape.head if scored else shape.top_back)
+    without = 0.0 if scored else shape.top_keys - shape.top_back
     own = fixed = 0.0
     for layer in shape.attention:
         if layer.top and not scored:
@@ -102,7 +110,7 @@ def tokens_forward(
         outside = pairs - layer.pairs(tokens, before - constant) if constant else 0
         own += 2 * layer.product(pairs - outside)
         fixed += 2 * layer.product(outside)
-    return Forward(2.0 * weights * tokens, own, fixed)
+    return Forward(2.0 * weights * tokens, 2.0 * without * tokens, own, fixed)
 
 
 def naive_flops(shape: Shape, prompt: int, responses: list[int]) -> float:
@@ -112,7 +120,7 @@ def naive_flops(shape: Shape, prompt: int, responses: list[int]) -> float:
         inputs = prompt - 1 + n
         whole = tokens_forward(shape, inputs, 0, scored=True)
         head = 2.0 * shape.head * (inputs - n)  # rows that naive does not score either
-        total += Forward(whole.products - head, whole.own).update
+        total += Forward(whole.products - head, own=whole.own).update
     return total
 
 
@@ -121,20 +129,29 @@ def packed_flops(shape: Shape, prompt: int, responses: list[int]) -> float:
     head = 2.0 * shape.head * (prompt - 1)
     first = tokens_forward(shape, prompt - 1, 0, scored=True)
     branches = [tokens_forward(shape, n, prompt - 1, scored=True) for n in responses]
-    return Forward(first.products - head, first.own).update + sum(b.update for b in branches)
+    prefix = Forward(first.products - head, own=first.own)
+    return prefix.update + sum(b.update for b in branches)
 
 
 def replay_flops(
-    shape: Shape, prompt: int, responses: list[int], *, open_tokens: int, passes: int = 2
+    shape: Shape,
+    prompt: int,
+    responses: list[int],
+    *,
+    open_tokens: int,
+    passes: int = 2,
+    keep_attention: bool = False,
 ) -> float:
     """Branch replay; the gradient passes through the last `open_tokens` of the prompt: all of
-    them in `exact`, none in `response_only`. `passes` 1: a loss per branch."""
+    them in `exact`, none in `response_only`. `passes` 1: a loss per branch. `keep_attention`: the
+    sweep runs the forward of weights only."""
     inputs = prompt - 1
     open_tokens = min(open_tokens, inputs)
     closed = inputs - open_tokens
     total = tokens_forward(shape, inputs, 0, scored=False).forward
     if open_tokens:
-        total += tokens_forward(shape, open_tokens, closed, scored=False).update
+        swept = tokens_forward(shape, open_tokens, closed, scored=False)
+        total += swept.update - (swept.own if keep_attention else 0.0)
     constant = 0 if open_tokens else inputs  # with any open token, all keys get a gradient
     for n in responses:
         branch = tokens_forward(shape, n, inputs, scored=True, constant=constant)

@@ -44,11 +44,12 @@ def describe(trunk: Trunk) -> Shape:
     weight, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     item, wide = weight.element_size(), 8 if weight.dtype == torch.float64 else 4
     values = sum(t.shape[1] * t.shape[3] for t in (*run.keys.values(), *run.values.values()))
-    below, top, top_keys = _weights(model, trunk.layers)
+    below, top, top_keys, top_back = _weights(model, trunk.layers, _reached(model, *stopped[0][1:]))
     return Shape(
         weights=below,
         top=top,
         top_keys=top_keys,
+        top_back=top_back,
         head=float(head.numel()),
         layers=trunk.layers,
         vocabulary=head.shape[0],
@@ -67,6 +68,11 @@ def describe(trunk: Trunk) -> Shape:
         prompt_graph_bytes=(stopped[1][0] - stopped[0][0]) / apart,
         kv_bytes=values * item,
         grad_bytes=values * wide,
+        output_bytes=sum(
+            run.heads[layer] * (run.values[layer].shape[3] * item + wide)
+            for layer in run.keys
+            if (layer, "attention") not in trunk.top
+        ),
         state_bytes=sum(t.numel() * t.element_size() for t in state.values()),
         item=item,
         wide=wide,
@@ -141,31 +147,42 @@ def _noting(model: nn.Module, kept: dict[int, int]) -> AbstractContextManager[An
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _weights(model: Any, layers: int) -> tuple[float, float, float]:
-    """Weights per token below the top layer, in it, and of its queries, keys and values."""
+def _reached(model: Any, run: Run, state: dict[Any, Tensor]) -> set[Tensor]:
+    """Parameters that the state depends on which `run` left."""
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    outputs = (*run.keys.values(), *run.values.values(), *state.values())
+    sums = [output.sum() for output in outputs if output.requires_grad]
+    grads = torch.autograd.grad(sums, wanted, allow_unused=True) if sums else [None] * len(wanted)
+    return {p for p, grad in zip(wanted, grads, strict=True) if grad is not None}
+
+
+def _weights(model: Any, layers: int, reached: set[Tensor]) -> tuple[float, float, float, float]:
+    """Weights per token below the top layer, in it, of its queries, keys and values, and of these
+    the ones in `reached`."""
     stack = next(
         m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == layers
     )
     text = model.config.get_text_config()
     experts = int(getattr(text, "num_local_experts", 0) or getattr(text, "num_experts", 0))
     used = int(getattr(text, "num_experts_per_tok", 0))
-    sums = [0.0, 0.0, 0.0]
+    sums = [0.0, 0.0, 0.0, 0.0]
     for index, layer in enumerate(stack):
         top = index == layers - 1
         attending = [n for n, m in layer.named_modules() if n and hasattr(m, "layer_idx")]
-        for name, size in _multiplied(layer, experts, used):
+        for name, parameter, size in _multiplied(layer, experts, used):
             sums[1 if top else 0] += size
             module = name.rsplit(".", 1)[0]
             inside = any(name.startswith(f"{attention}.") for attention in attending)
             if top and inside and module.rsplit(".", 1)[-1] not in OUTPUTS:
                 sums[2] += size
-    return sums[0], sums[1], sums[2]
+                sums[3] += size if parameter in reached else 0.0
+    return sums[0], sums[1], sums[2], sums[3]
 
 
-def _multiplied(layer: nn.Module, experts: int, used: int) -> Iterator[tuple[str, float]]:
+def _multiplied(layer: nn.Module, experts: int, used: int) -> Iterator[tuple[str, Tensor, float]]:
     """Parameters that are matrices, and how many of their values multiply one token."""
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
-            yield name, parameter.numel() * used / experts
+            yield name, parameter, parameter.numel() * used / experts
         elif parameter.ndim >= 2:
-            yield name, float(parameter.numel())
+            yield name, parameter, float(parameter.numel())

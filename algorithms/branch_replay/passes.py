@@ -76,6 +76,7 @@ class Passes:
         root = Node(captured.tokens, scored=False)
         pieces = plan(root, self.config)
         captured.states.clear()
+        captured.outputs.clear()
         captured.path.reserve(captured.length)
         traversal = self._traversal(captured, self._zeros(0))
         traversal.capture(walk(pieces.roots))
@@ -192,7 +193,7 @@ class Passes:
         coefficients: Tensor | None = None,
         terms: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     ) -> Traversal:
-        return Traversal(self.engine, prompt.path, prompt.states, log_probs, coefficients, terms)
+        return Traversal(self.engine, prompt, log_probs, coefficients, terms)
 
     def _zeros(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=accumulator(self.dtype), device=self.device)

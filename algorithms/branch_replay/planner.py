@@ -84,6 +84,7 @@ class Choice:
         lines.append(
             f"picked: {c.mode}, chunk {c.chunk}, {c.branches_per_pass} branches per pass"
             + (", prompt on the host" if c.offload else "")
+            + (", attention kept" if c.keep_attention else "")
         )
         return "\n".join(lines)
 
@@ -122,10 +123,13 @@ def candidates(work: Work, mode: Any) -> Iterator[ReplayConfig]:
     """All settings that are worth a look."""
     chunks = [c for c in CHUNKS if c < work.prompt] + [max(CHUNKS[0], min(work.prompt, CHUNKS[-1]))]
     sizes = sorted({min(2**i, work.group) for i in range(8)} - {0})
-    for offload in (False, True):
+    places: list[dict[str, Any]] = [{}, {"offload": True}]
+    if mode != "response_only":
+        places.append({"keep_attention": True})
+    for place in places:
         for chunk in sorted(set(chunks)):
             for size in sizes or [1]:
-                yield ReplayConfig(mode=mode, chunk=chunk, branches_per_pass=size, offload=offload)
+                yield ReplayConfig(mode=mode, chunk=chunk, branches_per_pass=size, **place)
 
 
 def replay(shape: Shape, speed: Speed, work: Work, config: ReplayConfig) -> Row:
@@ -135,7 +139,13 @@ def replay(shape: Shape, speed: Speed, work: Work, config: ReplayConfig) -> Row:
     open_tokens = {"exact": inputs, "response_only": 0}.get(
         config.mode, config.truncated_chunks * config.chunk
     )
-    flops = replay_flops(shape, work.prompt, work.responses, open_tokens=open_tokens)
+    flops = replay_flops(
+        shape,
+        work.prompt,
+        work.responses,
+        open_tokens=open_tokens,
+        keep_attention=config.keep_attention,
+    )
     if config.offload:  # attention's forward is repeated in backward
         flops += _attention_again(shape, work, open_tokens)
     pieces = -(-inputs // config.chunk) if inputs else 0
@@ -165,6 +175,9 @@ def replay_bytes(shape: Shape, work: Work, config: ReplayConfig) -> tuple[float,
     here = (0.0 if config.offload else path) + (fetched if remote else 0.0)
     pieces = -(-inputs // config.chunk)
     states = shape.state_bytes * (pieces + (2 if swept else 0))
+    again = shape.output_bytes if config.keep_attention else 0
+    open_tokens = config.truncated_chunks * config.chunk if config.mode == "truncated" else inputs
+    outputs = again * min(open_tokens, inputs)
 
     rows = batch * piece
     logits = LOGITS * shape.vocabulary * shape.wide * min(rows, config.head_chunk)
@@ -172,10 +185,11 @@ def replay_bytes(shape: Shape, work: Work, config: ReplayConfig) -> tuple[float,
     if work.group > batch or not whole:  # the first batch meets no gradients yet
         branches += shape.parameter_bytes
     chunk = min(config.chunk, behind)
-    sweep = (shape.prompt_graph_bytes + shape.kv_bytes) * chunk + shape.parameter_bytes
+    # What is kept of attention is a part of the graph of the chunk.
+    sweep = (shape.prompt_graph_bytes + shape.kv_bytes - again) * chunk + shape.parameter_bytes
     capture = CAPTURE * shape.graph_bytes / max(shape.layers, 1) * chunk
     stages = max(branches, capture, sweep if collected else 0.0)
-    return here + states + stages, path if config.offload else 0.0
+    return here + states + outputs + stages, path if config.offload else 0.0
 
 
 def naive(shape: Shape, speed: Speed, work: Work) -> Row:

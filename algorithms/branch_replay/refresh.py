@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from algorithms.branch_replay.attention import Run, running
+from algorithms.branch_replay.attention import Outputs, Run, running
 from algorithms.branch_replay.path import Path
 from algorithms.branch_replay.state import State
 from algorithms.branch_replay.tree import Segment
@@ -37,6 +37,8 @@ class Captured:
     version: Fingerprint
     seen: Fingerprint
     """Weights of its last use."""
+    outputs: dict[int, Outputs] = field(default_factory=dict)
+    """What attention gave, by the same position; with `keep_attention`."""
     age: int = 0
     """How often the weights have changed since."""
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from algorithms.branch_replay.attention import our_attention
 from algorithms.branch_replay.config import ReplayConfig
 from algorithms.branch_replay.head import Head
+from algorithms.branch_replay.inputs import check_tokens, of_group, of_trees
 from algorithms.branch_replay.losses import Branches, PerBranch
 from algorithms.branch_replay.moe import Routing
 from algorithms.branch_replay.passes import Passes, StepOutput
@@ -50,9 +51,9 @@ class BranchReplay:
     """Replays trees of branches on `model`, any causal language model of transformers (of a PEFT
     model, what its `get_base_model` returns).
 
-    Raises `InputError` for a model it cannot serve, dropout and gradient checkpointing;
-    `SelfCheckError` when one of its checks fails; `StaleStateError` for a captured prompt older
-    than the weights.
+    Raises `InputError` for a model it cannot serve, dropout, gradient checkpointing and tokens that
+    are not the model's; `SelfCheckError` when one of its checks fails; `StaleStateError` for a
+    captured prompt older than the weights.
     """
 
     def __init__(self, model: Any, config: ReplayConfig | None = None) -> None:
@@ -73,7 +74,7 @@ class BranchReplay:
         `log_probs` has a tensor [tokens] per response, float32 or float64. Prompt and responses are
         int64 [tokens], unpadded; a response may be empty. A captured prompt is not run again.
         """
-        trees = [group(_tokens(prompt), responses)]
+        trees = self._group(prompt, responses)
 
         def loss_of_trees(branches: list[Branches]) -> Tensor:
             return loss_fn(branches[0])
@@ -93,13 +94,14 @@ class BranchReplay:
         self, trees: Sequence[Node], loss_fn: Callable[[list[Branches]], Tensor]
     ) -> StepOutput:
         """The same for several trees of any depth; `loss_fn` gets the branches of each."""
+        check_tokens(self.model, of_trees(trees))
         with self._session():
             return self.passes.step(trees, loss_fn, None)
 
     def log_probs(self, prompt: Tensor | Captured, responses: Sequence[Tensor]) -> Branches:
         """Score responses without gradient, under the present weights: [tokens] each."""
         captured = prompt if isinstance(prompt, Captured) else None
-        trees = [group(_tokens(prompt), responses)]
+        trees = self._group(prompt, responses)
         with self._session():
             if captured is not None:
                 require_fresh(captured.version, self.model)
@@ -109,6 +111,7 @@ class BranchReplay:
 
     def capture(self, prompt: Tensor) -> Captured:
         """Run a prompt int64 [tokens] once, for several calls of `log_probs` and `step`."""
+        check_tokens(self.model, [("prompt", prompt, False)])
         with self._session():
             captured = self.passes.empty(prompt, fingerprint(self.model))
             self.passes.capture(captured)
@@ -145,13 +148,15 @@ class BranchReplay:
         out.drift = drift
         return out
 
+    def _group(self, prompt: Tensor | Captured, responses: Sequence[Tensor]) -> list[Node]:
+        """The tree of a group, its tokens checked."""
+        tokens = prompt.tokens if isinstance(prompt, Captured) else prompt
+        check_tokens(self.model, of_group(tokens, responses))
+        return [group(tokens, responses)]
+
     @contextmanager
     def _session(self) -> Iterator[None]:
         """Around every call: settings may have changed since the last."""
         refuse(self.model)
         with our_attention(self.model), self.passes.engine.routing.recording():
             yield
-
-
-def _tokens(prompt: Tensor | Captured) -> Tensor:
-    return prompt.tokens if isinstance(prompt, Captured) else prompt

@@ -20,7 +20,7 @@ from algorithms.branch_replay.config import ReplayConfig
 from algorithms.branch_replay.head import Head
 from algorithms.branch_replay.losses import derivative
 from algorithms.branch_replay.moe import Routing
-from algorithms.branch_replay.path import Path
+from algorithms.branch_replay.refresh import Captured
 from algorithms.branch_replay.state import (
     State,
     add_cotangents,
@@ -50,17 +50,17 @@ class Traversal:
     def __init__(
         self,
         engine: Engine,
-        path: Path,
-        captured: dict[int, State],
+        prompt: Captured,
         log_probs: Tensor,
         coefficients: Tensor | None = None,
         terms: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.trunk, self.head = engine.trunk, engine.head
         self.routing, self.config = engine.routing, engine.config
-        self.path = path
-        self.captured = captured
-        """States at the ends of the prompt's pieces, whose keys and values are in `path`."""
+        self.path = prompt.path
+        self.captured = prompt.states
+        self.outputs = prompt.outputs
+        """Of attention, by the ends of the prompt's pieces and, with gradient, of open nodes."""
         self.log_probs = log_probs
         self.coefficients = coefficients
         self.terms = terms
@@ -131,6 +131,8 @@ class Traversal:
             return self.captured[segment.end]
         scoring = self.scoring and segment.targets is not None
         run = self._run(segment, to_the_end=scoring)
+        if self._keeps(segment):
+            run.outputs = self.outputs[segment.end] = {}
         with torch.no_grad(), running(run):
             hidden, state = self.trunk.forward(segment.inputs[None], run, clones(entry))
         for layer, key in run.keys.items():
@@ -176,6 +178,9 @@ class Traversal:
         keys and values in `path`, recurrent states in the result."""
         given = leaves(entry, 1, gradient=True)
         run = self._run(segment, to_the_end=segment.targets is not None)
+        if self._keeps(segment):
+            take = self.outputs.get if segment.prompt else self.outputs.pop  # a prompt's are reused
+            run.outputs = take(segment.end, None)
         with self.trunk.graph(run, len(segment.inputs)):
             hidden, state = self.trunk.forward(segment.inputs[None], run, clones(given))
             outputs: list[Tensor] = []
@@ -237,6 +242,11 @@ class Traversal:
         everything = to_the_end or self.config.aux_loss > 0
         stop: frozenset[tuple[int, str]] = frozenset() if everything else self.trunk.top
         return Run(self.path, segment.start, stop)
+
+    def _keeps(self, segment: Segment) -> bool:
+        """Whether what attention gives for a node is kept from its capture to its recomputation."""
+        later = segment.prompt or not self.scoring  # pass 2 captures other nodes anew
+        return self.config.keep_attention and segment.gradient and later
 
     def _score(self, batch: list[Segment], rows: Tensor) -> None:
         if batch[0].targets is not None:

@@ -84,7 +84,7 @@ class Plan:
 def plan(root: Node, config: ReplayConfig, offset: int = 0) -> Plan:
     """Cut `root` into segments; its log-probabilities start at `offset` of the vector of all.
 
-    Raises `InputError` for a root without tokens, a scored root, or tokens that are not int64 [n].
+    Raises `InputError` for a root without tokens and for a scored root.
     """
     return _Planner(config, offset).plan(root)
 
@@ -96,7 +96,6 @@ class _Planner:
         self.paths: list[list[tuple[int, int]]] = []
 
     def plan(self, root: Node) -> Plan:
-        _check(root)
         if len(root.tokens) == 0:
             raise InputError("prompt: must have at least one token")
         if root.scored:
@@ -127,7 +126,6 @@ class _Planner:
     def _node(
         self, node: Node, start: int, last: Tensor, path: list[tuple[int, int]]
     ) -> list[Segment]:
-        _check(node)
         n = len(node.tokens)
         before = len(self.paths)
         pieces: list[Segment] = []
@@ -183,11 +181,3 @@ def walk(segments: list[Segment]) -> Iterator[Segment]:
         segment = stack.pop()
         yield segment
         stack.extend(reversed(segment.children))
-
-
-def _check(node: Node) -> None:
-    if node.tokens.ndim != 1 or node.tokens.dtype != torch.int64:
-        shape = list(node.tokens.shape)
-        raise InputError(
-            f"tokens: must be int64 [n] without padding, not {node.tokens.dtype} {shape}"
-        )

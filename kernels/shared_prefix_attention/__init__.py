@@ -12,12 +12,13 @@ from kernels.dispatch import Twin
 from kernels.shared_prefix_attention import cpu, reference, triton
 from kernels.shared_prefix_attention.prefix import (
     Prefix,
+    Saved,
     accumulation_dtype,
     check,
     empty_prefix,
 )
 
-__all__ = ["OP", "TWINS", "Prefix", "accumulation_dtype", "attention"]
+__all__ = ["OP", "TWINS", "Prefix", "Saved", "accumulation_dtype", "attention"]
 
 OP = "shared_prefix_attention"
 
@@ -40,6 +41,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    saved: Saved | None = None,
 ) -> Tensor:
     """Causal attention over `[prefix; own keys]`; returns `[batch, heads, tokens, value_dim]`.
 
@@ -47,7 +49,8 @@ def attention(
     floating dtype; heads are a multiple of kv_heads. Own token i is at position prefix + i and sees
     the positions up to its own, with a window only the last `window` of them. Scores are
     `scale * query @ key`, with a softcap `softcap * tanh(scores / softcap)`. sinks `[heads]` are
-    logits that take part in the softmax and have no value.
+    logits that take part in the softmax and have no value. saved, of an earlier call with equal
+    arguments, spares this one the forward.
 
     Autograd gives the gradients of query, key, value and sinks. Each backward through the result
     adds the prefix's to `prefix.key_grad` and `prefix.value_grad` in place, where given.
@@ -61,7 +64,6 @@ def attention(
     twin = dispatch.choose(OP, TWINS, query, value)
     if query.numel() == 0:
         return query @ query.new_zeros(query.shape[3], value.shape[3])
-    out: Tensor = twin.run(
-        query, key, value, prefix, scale=scale, window=window, softcap=softcap, sinks=sinks
-    )
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    out: Tensor = twin.run(query, key, value, prefix, saved=saved, **options)
     return out

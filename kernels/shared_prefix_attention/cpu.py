@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.shared_prefix_attention import blocks
-from kernels.shared_prefix_attention.prefix import Prefix
+from kernels.shared_prefix_attention.prefix import Prefix, Saved
+from kernels.shared_prefix_attention.query_grad import query_grad
 from kernels.shared_prefix_attention.runs import Fold, Run, own_run, prefix_runs
 
 # These operators are private to torch, so we check that they are still what we call.
@@ -36,6 +37,7 @@ FLASH_SCHEMAS = {
 }
 FLASH_KEYS = 4096  # keys per backward call: bounds its gradients, which are added to ours
 FLASH_ROWS = 256  # with fewer rows of 64 or more, blocks that add in place are faster
+QUERY_ROWS = 256  # with as many, the query's gradient alone is faster in its own loop
 
 
 def refuses(query: Tensor, value: Tensor) -> str | None:
@@ -59,6 +61,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    saved: Saved | None = None,
     flash: bool = True,
 ) -> Tensor:
     """The same as the package's `attention`; without flash in plain torch on any device."""
@@ -67,7 +70,7 @@ def attention(
     # The flash kernel wants equal sizes; padding to them would copy the prefix.
     flash = flash and softcap is None and head_dim == value.shape[3]
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, sinks, prefix, _Options(fold, scale, window, softcap, flash)
+        query, key, value, sinks, prefix, _Options(fold, scale, window, softcap, flash), saved
     )
     return out
 
@@ -105,29 +108,17 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         prefix: Prefix,
         options: _Options,
+        saved: Saved | None,
     ) -> Tensor:
-        fold = options.fold
-        own = own_run(key, value, fold, options.window)
-        parts = [tuple(map(fold.unfold_own, _forward(fold.own(query), own, options)))]
-        if runs := prefix_runs(prefix, fold, options.window):
-            rows = fold.shared(query)
-            for run in runs:
-                parts.append(tuple(map(fold.unfold_shared, _forward(rows, run, options))))
-
-        total = parts[0][1]
-        for _, lse in parts[1:]:
-            total = torch.logaddexp(total, lse)
-        if sinks is not None:
-            total = torch.logaddexp(total, _logits(sinks, fold, total.dtype))
-        # In memory [batch, tokens, heads, dim], as the projection after attention reads it.
-        sizes = fold.batch, fold.tokens, fold.kv_heads, fold.group, value.shape[3]
-        merged = torch.zeros(sizes, dtype=total.dtype, device=query.device).permute(0, 2, 3, 1, 4)
-        for out, lse in parts:
-            merged.addcmul_(out, lse.sub(total).exp_())
-        result = merged.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, result, total.flatten(1, 2))
+        if saved is None:
+            saved = Saved()
+        if saved.out is None:
+            saved.out, saved.lse = _merged(query, key, value, sinks, prefix, options)
+        assert saved.lse is not None
+        out = saved.out.detach()  # not the very tensor: autograd marks what is returned
+        ctx.save_for_backward(query, key, value, sinks, out, saved.lse.unsqueeze(-1))
         ctx.prefix, ctx.options = prefix, options
-        return result
+        return out
 
     @staticmethod
     @once_differentiable
@@ -143,9 +134,11 @@ class _Attention(torch.autograd.Function):
             value.new_zeros(value.flatten(0, 1).shape, dtype=lse.dtype),
         )
         own = own_run(key, value, fold, options.window, grads)
-        query_grad = fold.unfold_own(_backward(_Rows(*map(fold.own, rows)), own, options))
+        own_rows = _Rows(*map(fold.own, rows))
+        query_grad = fold.unfold_own(_backward(own_rows, own, options))
         if runs := prefix_runs(ctx.prefix, fold, options.window):
-            shared = _Rows(*map(fold.shared, rows))
+            # Of a single sequence the rows are the same.
+            shared = own_rows if fold.batch == 1 else _Rows(*map(fold.shared, rows))
             for run in runs:
                 query_grad = query_grad + fold.unfold_shared(_backward(shared, run, options))
 
@@ -160,7 +153,38 @@ class _Attention(torch.autograd.Function):
             sinks_grad,
             None,
             None,
+            None,
         )
+
+
+def _merged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    prefix: Prefix,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the prefix, the own keys and the sinks."""
+    fold = options.fold
+    own = own_run(key, value, fold, options.window)
+    parts = [tuple(map(fold.unfold_own, _forward(fold.own(query), own, options)))]
+    if runs := prefix_runs(prefix, fold, options.window):
+        rows = fold.shared(query)
+        for run in runs:
+            parts.append(tuple(map(fold.unfold_shared, _forward(rows, run, options))))
+
+    total = parts[0][1]
+    for _, lse in parts[1:]:
+        total = torch.logaddexp(total, lse)
+    if sinks is not None:
+        total = torch.logaddexp(total, _logits(sinks, fold, total.dtype))
+    # In memory [batch, tokens, heads, dim], as the projection after attention reads it.
+    sizes = fold.batch, fold.tokens, fold.kv_heads, fold.group, value.shape[3]
+    merged = torch.zeros(sizes, dtype=total.dtype, device=query.device).permute(0, 2, 3, 1, 4)
+    for out, lse in parts:
+        merged.addcmul_(out, lse.sub(total).exp_())
+    return merged.flatten(1, 2).to(query.dtype), total.flatten(1, 2).squeeze(-1)
 
 
 def _logits(sinks: Tensor, fold: Fold, dtype: torch.dtype) -> Tensor:
@@ -187,6 +211,11 @@ def _forward(rows: Tensor, run: Run, options: _Options) -> tuple[Tensor, Tensor]
 def _backward(rows: _Rows, run: Run, options: _Options) -> Tensor:
     """A run's share of the query's gradient; its keys' and values' gradients are added in place."""
     _, count, dim = rows.query.shape
+    many = count >= QUERY_ROWS and rows.query.device.type == "cpu"
+    if many and run.grads is None and run.band is None and options.softcap is None:
+        scaled = rows.query * options.scale
+        grad = query_grad(scaled, run.key, run.value, rows.grad_out, rows.lse, rows.delta)
+        return grad.mul_(options.scale)
     few = run.band is None and count < FLASH_ROWS and dim >= 64
     if run.grads is None or few or not options.flashes(run):
         grad = blocks.backward(
@@ -202,9 +231,10 @@ def _backward(rows: _Rows, run: Run, options: _Options) -> Tensor:
         )
         return grad.mul_(options.scale)
     heads = _Rows(*(_heads(x, run) for x in rows))
-    total = torch.zeros_like(rows.query, dtype=rows.lse.dtype)
     step = FLASH_KEYS if run.band is None else len(run)
-    for start in range(0, len(run), step):
+    total = _flash_backward(heads, run.cut(0, step, run.band), options.scale)
+    total = total.to(rows.lse.dtype)
+    for start in range(step, len(run), step):
         total += _flash_backward(heads, run.cut(start, start + step, run.band), options.scale)
     return total
 

@@ -23,6 +23,18 @@ class Prefix:
         return self.key.shape[1]
 
 
+@dataclass
+class Saved:
+    """What forward computes, kept for a second call on the same numbers, which then skips it.
+
+    A call fills an empty one and takes its result from a filled one. The twin `reference` does
+    neither: it computes every time.
+    """
+
+    out: Tensor | None = None  # [batch, heads, tokens, value_dim]
+    lse: Tensor | None = None  # [batch, heads, tokens], in `accumulation_dtype`
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What softmax and gradient sums are kept in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,9 +1,12 @@
 """Dense attention over [prefix; own keys], written to be read: the truth for the other twins."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from kernels.shared_prefix_attention.prefix import Prefix, accumulation_dtype
+from kernels.shared_prefix_attention.prefix import Prefix, Saved, accumulation_dtype
 
 
 def dense(
@@ -52,30 +55,60 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    saved: Saved | None = None,
 ) -> Tensor:
     """The same as the package's `attention`, with the prefix copied to every row of the batch."""
-    batch = query.shape[0]
-    shared_key = _with_sink(prefix.key, prefix.key_grad)
-    shared_value = _with_sink(prefix.value, prefix.value_grad)
-    return dense(
-        query,
-        torch.cat([shared_key.expand(batch, -1, -1, -1), key], dim=2),
-        torch.cat([shared_value.expand(batch, -1, -1, -1), value], dim=2),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, sinks, prefix, options
     )
+    return out
 
 
-def _with_sink(tensor: Tensor, sink: Tensor | None) -> Tensor:
-    """The tensor as a leaf in the sink's dtype whose gradient is added to the sink."""
-    if sink is None or not torch.is_grad_enabled():
-        return tensor
-    leaf = tensor.detach().to(sink.dtype, copy=True).requires_grad_()
+class _Attention(torch.autograd.Function):
+    """Autograd's own gradient of `dense`, as one node: whoever asks for any of it, by `backward` or
+    by `torch.autograd.grad`, has the prefix's part added to its sums."""
 
-    def add(grad: Tensor) -> None:
-        sink.add_(grad)
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        prefix: Prefix,
+        options: dict[str, Any],
+    ) -> Tensor:
+        needed = ctx.needs_input_grad[:4]
+        query, key, value = (
+            x.detach().requires_grad_(need)
+            for x, need in zip((query, key, value), needed[:3], strict=True)
+        )
+        sinks = None if sinks is None else sinks.detach().requires_grad_(needed[3])
+        shared = [
+            x if total is None else x.detach().to(total.dtype, copy=True).requires_grad_()
+            for x, total in ((prefix.key, prefix.key_grad), (prefix.value, prefix.value_grad))
+        ]
+        with torch.enable_grad():
+            rows = [x.expand(query.shape[0], -1, -1, -1) for x in shared]
+            out = dense(
+                query,
+                torch.cat([rows[0], key], dim=2),
+                torch.cat([rows[1], value], dim=2),
+                sinks=sinks,
+                **options,
+            )
+        ctx.graph, ctx.prefix = ([query, key, value, sinks], shared, out), prefix
+        return out.detach()
 
-    leaf.register_hook(add)  # type: ignore[no-untyped-call]
-    return leaf
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        given, shared, out = ctx.graph
+        leaves = [x for x in (*given, *shared) if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad([out], leaves, [grad_out], retain_graph=True))
+        grads = [next(found) if x is not None and x.requires_grad else None for x in given]
+        for total in (ctx.prefix.key_grad, ctx.prefix.value_grad):
+            if total is not None:
+                total += next(found)
+        return (*grads, None, None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.shared_prefix_attention.prefix import Prefix
+from kernels.shared_prefix_attention.prefix import Prefix, Saved
 
 MAX_DIM = 256
 
@@ -89,11 +89,12 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    saved: Saved | None = None,
 ) -> Tensor:
     """The same as the package's `attention`."""
     options = _Options(float(scale), window, softcap)
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, sinks, prefix, options
+        query, key, value, sinks, prefix, options, saved
     )
     return out
 
@@ -119,29 +120,15 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         prefix: Prefix,
         options: _Options,
+        saved: Saved | None,
     ) -> Tensor:
-        from kernels.shared_prefix_attention import triton_kernels
-
         query, key, value = (_dense_last(x) for x in (query, key, value))
-        prefix_key, prefix_value = _dense_last(prefix.key), _dense_last(prefix.value)
-        batch, heads, tokens, _ = query.shape
-        # In memory [batch, tokens, heads, dim], as the projection after attention reads it.
-        out = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
-        lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
-        rows = tokens * heads // key.shape[1]
-        shape, _ = tiles(query, value)
-        launch(
-            triton_kernels.forward,
-            (_blocks(rows, shape.rows), key.shape[1], batch),
-            (
-                *(query, key, value, prefix_key, prefix_value, sinks, out, lse),
-                *_strides(query, key, value, prefix_key, prefix_value, out),
-                *(tokens, len(prefix), *options.numbers),
-            ),
-            **_constants(query, key, value, shape, options),
-            SINKS=sinks is not None,
-        )
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        if saved is None:
+            saved = Saved()
+        if saved.out is None:
+            saved.out, saved.lse = _forward(query, key, value, sinks, prefix, options)
+        out = saved.out.detach()  # not the very tensor: autograd marks what is returned
+        ctx.save_for_backward(query, key, value, sinks, out, saved.lse)
         ctx.prefix, ctx.options = prefix, options
         return out
 
@@ -203,7 +190,39 @@ class _Attention(torch.autograd.Function):
         if sinks is not None:
             mass = torch.exp(sinks.float()[None, :, None] - lse)
             sinks_grad = (mass * delta).sum((0, 2)).neg().to(sinks.dtype)
-        return query_grad, key_grad, value_grad, sinks_grad, None, None
+        return query_grad, key_grad, value_grad, sinks_grad, None, None, None
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    prefix: Prefix,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    from kernels.shared_prefix_attention import triton_kernels
+
+    prefix_key, prefix_value = _dense_last(prefix.key), _dense_last(prefix.value)
+    batch, heads, tokens, _ = query.shape
+    # In memory [batch, tokens, heads, dim], as the projection after attention reads it.
+    out = query.new_empty(batch, tokens, heads, value.shape[3]).transpose(1, 2)
+    lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
+    rows = tokens * heads // key.shape[1]
+    shape, _ = tiles(query, value)
+    launch(
+        triton_kernels.forward,
+        (_blocks(rows, shape.rows), key.shape[1], batch),
+        (
+            *(query, key, value, prefix_key, prefix_value, sinks, out, lse),
+            *_strides(query, key, value, prefix_key, prefix_value, out),
+            *(tokens, len(prefix), *options.numbers),
+        ),
+        **_constants(query, key, value, shape, options),
+        SINKS=sinks is not None,
+    )
+    return out, lse
 
 
 def _constants(

@@ -1,13 +1,16 @@
-"""response_only, truncated, offload, bfloat16 keys; what the prompt's term of the gradient is."""
+"""response_only, truncated, offload, bfloat16 keys, kept attention; the prompt's term."""
 
 import pytest
 import torch
 
 from algorithms.branch_replay import reference
 from algorithms.branch_replay.config import ReplayConfig
+from algorithms.branch_replay.losses import PerBranch
 from algorithms.branch_replay.replay import BranchReplay
-from algorithms.branch_replay.tree import group
+from algorithms.branch_replay.tree import Node, group
 from algorithms.common.errors import FieldError
+from kernels import dispatch
+from kernels.shared_prefix_attention import OP, cpu
 from tests.families import tiny, true_float64
 from tests.replays import (
     coupled,
@@ -97,6 +100,85 @@ def test_offload_is_exact(family):
         assert error(model, tokens(23), responses(9, 1, 12), chunk=7, offload=True) <= 1e-12
 
 
+@pytest.mark.parametrize("twin", ["reference", "blocks"])
+@pytest.mark.parametrize("settings", [{"offload": True}, {"kv_dtype": "bf16"}], ids=str)
+def test_a_prefix_elsewhere_gets_its_gradient_from_every_twin(settings, twin):
+    """Its attention asks for gradients by `torch.autograd.grad`."""
+    model = tiny("llama")
+    prompt, branches = tokens(23), responses(9, 4)
+    config = {"chunk": 7, "tolerance": 1.0} | settings
+    with true_float64(model):
+        _, usual = replayed(model, prompt, branches, **config)
+        with dispatch.override(OP, twin):
+            _, forced = replayed(model, prompt, branches, **config)
+    assert distance(forced, usual) <= 1e-12
+
+
+KEEP = {"chunk": 7, "keep_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("mistral", {"window": 5}),
+        ("gpt_oss", {"aux_loss": 0.1}),
+        ("deepseek_v3", {"branches_per_pass": 1}),
+        (HYBRID, {"mode": "truncated", "truncated_chunks": 2}),
+    ],
+)
+def test_kept_attention_changes_no_bit(family, settings):
+    model = tiny(family)
+    prompt, branches = tokens(23), responses(9, 1, 12)
+    with true_float64(model):
+        _, plain = replayed(
+            model, prompt, branches, **(KEEP | settings | {"keep_attention": False})
+        )
+        _, kept = replayed(model, prompt, branches, **(KEEP | settings))
+    assert all(torch.equal(kept[name], plain[name]) for name in plain)
+
+
+def test_kept_attention_of_a_forest_and_of_a_captured_prompt():
+    model = tiny("llama")
+    prompt, branches = tokens(23), responses(9, 4)
+    inner = Node(tokens(8, 1), [Node(tokens(9, 2)), Node(tokens(3, 3))])
+    forest = [Node(tokens(9), [inner, Node(tokens(4, 4))], scored=False), group(prompt, branches)]
+
+    def loss_fn(trees):
+        return coupled([branch for tree in trees for branch in tree])
+
+    with true_float64(model):
+        reference.step_trees(model, forest, loss_fn)
+        truth = take_gradients(model)
+        replay = BranchReplay(model, ReplayConfig(**KEEP))
+        replay.step_trees(forest, loss_fn)
+        assert distance(take_gradients(model), truth) <= 1e-12
+        _, _, truth = naive(model, prompt, branches)
+        captured = replay.capture(prompt)
+        for _ in range(2):
+            replay.step(captured, branches, coupled)
+            assert distance(take_gradients(model), truth) <= 1e-12
+
+
+def test_kept_attention_is_not_computed_in_the_sweep(monkeypatch):
+    computed = []
+    merged = cpu._merged
+
+    def counted(query, *args):
+        computed.append(query.shape[2])
+        return merged(query, *args)
+
+    monkeypatch.setattr(cpu, "_merged", counted)
+    model = tiny("llama")
+    loss = PerBranch(lambda i, log_probs: log_probs.sum())
+    lower = model.config.num_hidden_layers - 1  # the top layer's does not run for a prompt
+    for keep, forwards in ((False, 2), (True, 1)):
+        replay = BranchReplay(model, ReplayConfig(chunk=11, keep_attention=keep))
+        computed.clear()
+        replay.step(tokens(23), responses(9), loss)
+        assert computed.count(11) == 2 * lower * forwards
+
+
 def test_offload_does_not_keep_the_prefix_with_a_graph():
     """What is fetched for one layer is gone before the next: backward saves nothing of it."""
     model = tiny("llama")
@@ -127,6 +209,9 @@ def test_keys_in_bfloat16_round_what_branches_see():
         ({"refresh_every": 2}, "refresh_every"),
         ({"refresh_every": 2, "mode": "response_only", "aux_loss": 0.1}, "aux_loss"),
         ({"tolerance": -1.0}, "tolerance"),
+        ({"keep_attention": True, "mode": "response_only"}, "keep_attention"),
+        ({"keep_attention": True, "offload": True}, "keep_attention"),
+        ({"keep_attention": True, "kv_dtype": "bf16"}, "keep_attention"),
     ],
 )
 def test_settings_without_sense_are_refused(settings, field):

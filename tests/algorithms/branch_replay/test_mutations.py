@@ -15,13 +15,14 @@ SEEN = 1e-4
 """A mutation moves the gradient by at least this; rounding by 1e-12."""
 
 
-def apart(family: str) -> float:
+def apart(family: str, **settings) -> float:
     """Distance of the gradients. Values are not looked at: most mutations leave them alone."""
     model = tiny(family)
     prompt, branches = tokens(17), responses(5, 7, 3)
     with true_float64(model):
         _, _, truth = naive(model, prompt, branches)
-        _, gradients = replayed(model, prompt, branches, chunk=4, branches_per_pass=2)
+        settings = {"chunk": 4, "branches_per_pass": 2} | settings
+        _, gradients = replayed(model, prompt, branches, **settings)
     return distance(gradients, truth)
 
 
@@ -130,6 +131,19 @@ def test_cotangents_that_are_not_cleared_are_seen(monkeypatch):
         _, _, truth = naive(model, prompt, branches)
         _, gradients = replayed(model, prompt, branches, chunk=4)
     assert distance(gradients, truth) > SEEN
+
+
+def test_kept_attention_of_another_chunk_is_seen(monkeypatch):
+    recompute = traversal.Traversal._recompute
+
+    def mixed_up(self, segment, entry, cotangents):
+        if segment.end == 8:
+            self.outputs[8] = self.outputs[12]
+        return recompute(self, segment, entry, cotangents)
+
+    assert apart("llama", keep_attention=True) <= 1e-12
+    monkeypatch.setattr(traversal.Traversal, "_recompute", mixed_up)
+    assert apart("llama", keep_attention=True) > SEEN
 
 
 def test_a_replay_with_other_coefficients_is_seen():

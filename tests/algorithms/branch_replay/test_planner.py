@@ -36,6 +36,7 @@ SHAPE = Shape(
     weights=3 * 181248.0,
     top=181248.0,
     top_keys=32768.0,
+    top_back=16384.0,
     head=512.0 * 128,
     layers=4,
     vocabulary=512,
@@ -45,6 +46,7 @@ SHAPE = Shape(
     prompt_graph_bytes=32212.0,
     kv_bytes=2048,
     grad_bytes=2048,
+    output_bytes=3 * 4 * (32 + 1) * 4,
     state_bytes=0,
     item=4,
     wide=4,
@@ -84,8 +86,11 @@ def test_flops_of_full_sequences_are_those_of_the_counter(family):
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("mode", ["exact", "response_only"])
-def test_flops_of_a_replay_are_those_of_the_counter(mode, passes):
-    model = tiny("llama", torch.float32)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+def test_flops_of_a_replay_are_those_of_the_counter(family, mode, passes):
+    """Of GPT-2's top layer queries, keys and values are one product, of Llama's they are three and
+    the prompt's queries have no backward."""
+    model = tiny(family, torch.float32)
     replay = BranchReplay(model, ReplayConfig(mode=mode, chunk=16))
     shape = describe(replay.trunk)
     answers = responses(9, 9)
@@ -108,7 +113,21 @@ def test_flops_of_a_replay_are_those_of_the_counter(mode, passes):
         ours += layer.product(chunks) * (8 if mode == "exact" else 2)
         ours += layer.product(own + behind) * 2 * passes
         ours += layer.product(own) * 4 + layer.product(behind) * 4
-    assert counter.get_total_flops() == pytest.approx(ours, rel=0.05)
+    assert counter.get_total_flops() == pytest.approx(ours, rel=1e-9)
+
+
+def test_kept_attention_saves_its_forward_in_the_sweep():
+    answers = [64] * 8
+    for open_tokens, chunk_pairs in (
+        (4095, 4095 * 4096 // 2),
+        (1000, 1000 * 3095 + 1000 * 1001 // 2),
+    ):
+        plain, kept = (
+            replay_flops(SHAPE, 4096, answers, open_tokens=open_tokens, keep_attention=keep)
+            for keep in (False, True)
+        )
+        forward = sum(2 * layer.product(chunk_pairs) for layer in SHAPE.attention[:3])
+        assert plain - kept == pytest.approx(forward, rel=1e-9)
 
 
 def test_limits_of_the_benchmark():
@@ -117,12 +136,21 @@ def test_limits_of_the_benchmark():
     for group in (8, 32):
         answers = [64] * group
         naive = naive_flops(SHAPE, 4096, answers)
-        for mode, open_tokens in (("exact", 4095), ("response_only", 0)):
-            ours = replay_flops(SHAPE, 4096, answers, open_tokens=open_tokens, passes=1)
+        for mode in ("exact", "kept", "response_only"):
+            ours = replay_flops(
+                SHAPE,
+                4096,
+                answers,
+                open_tokens=0 if mode == "response_only" else 4095,
+                passes=1,
+                keep_attention=mode == "kept",
+            )
             limits[mode, group] = naive / ours
         assert naive / packed_flops(SHAPE, 4096, answers) == pytest.approx(group * 0.84, rel=0.4)
     assert limits["exact", 8] == pytest.approx(6.85, rel=0.02)
     assert limits["exact", 32] == pytest.approx(17.4, rel=0.02)
+    assert limits["kept", 8] == pytest.approx(7.9, rel=0.02)
+    assert limits["kept", 32] == pytest.approx(19.2, rel=0.02)
     assert limits["response_only", 8] == pytest.approx(20.9, rel=0.02)
     assert limits["response_only", 32] == pytest.approx(36.2, rel=0.02)
 
@@ -162,6 +190,14 @@ def one_thread():
         ("qwen3", "response_only", Work(401, 60, 6), {"chunk": 64, "branches_per_pass": 3}),
         ("gpt2", "exact", Work(201, 100, 2), {"chunk": 64, "branches_per_pass": 2}),
         ("falcon_h1", "exact", Work(201, 30, 4), {"chunk": 100, "branches_per_pass": 2}),
+        ("llama", "exact", Work(401, 40, 4), {"chunk": 128, "keep_attention": True}),
+        ("qwen3", "truncated", Work(401, 40, 4), {"chunk": 100, "truncated_chunks": 2}),
+        (
+            "qwen3",
+            "truncated",
+            Work(401, 40, 4),
+            {"chunk": 100, "truncated_chunks": 2, "keep_attention": True},
+        ),
     ],
 )
 def test_planned_peaks_are_those_of_the_profiler(one_thread, family, mode, work, settings):
@@ -187,6 +223,7 @@ SPEED = Speed(flops_per_second=6e10, overhead=5e-3)
 def test_a_large_budget_takes_exact_replay_in_few_passes():
     choice = pick(SHAPE, SPEED, Work(4096, 64, 8), budget=1e9)
     assert choice.config.mode == "exact" and not choice.config.offload
+    assert choice.config.keep_attention and "attention kept" in str(choice)
     assert choice.config.branches_per_pass == 8
     assert [row.name for row in choice.rows] == ["naive", "packed", "exact", "response_only"]
     naive, packed, exact, response_only = (row.seconds for row in choice.rows)
@@ -203,6 +240,7 @@ def test_less_memory_means_smaller_pieces_then_the_host_then_a_constant_prompt()
         found.append(choice.config)
     assert [c.mode for c in found[:3]] == ["exact"] * 3
     assert found[0].chunk > found[1].chunk
+    assert [c.keep_attention for c in found[:3]] == [True, False, False]
     assert not found[1].offload and found[2].offload
     with pytest.raises(InputError, match=r"^budget: 1 MB are too few, .* takes"):
         pick(SHAPE, SPEED, work, 1e6)

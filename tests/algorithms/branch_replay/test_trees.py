@@ -6,7 +6,7 @@ import torch
 from algorithms.branch_replay import reference
 from algorithms.branch_replay.config import ReplayConfig
 from algorithms.branch_replay.replay import BranchReplay
-from algorithms.branch_replay.tree import Node, group, plan, walk
+from algorithms.branch_replay.tree import Node, plan, walk
 from algorithms.common.errors import InputError
 from tests.families import tiny, true_float64
 from tests.replays import coupled, distance, responses, take_gradients, tokens
@@ -80,8 +80,6 @@ def test_every_token_has_one_owner():
     [
         (Node(tokens(0), scored=False), "at least one token"),
         (Node(tokens(3)), "root of a tree cannot be scored"),
-        (group(tokens(3)[None], []), "int64"),
-        (group(tokens(3), [tokens(2).float()]), "int64"),
     ],
 )
 def test_trees_that_are_none(tree, message):

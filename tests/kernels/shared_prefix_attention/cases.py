@@ -57,7 +57,7 @@ def tensors(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def run(
-    case: Case, twin: str, inputs: dict[str, Tensor], prefix_grad=True, passes=1
+    case: Case, twin: str, inputs: dict[str, Tensor], prefix_grad=True, passes=1, saved=None
 ) -> dict[str, Tensor]:
     """Output and all gradients of one twin, by name, after a number of backward passes."""
     given = {name: x.detach().clone() for name, x in inputs.items()}
@@ -81,6 +81,7 @@ def run(
             window=case.window,
             softcap=case.softcap,
             sinks=leaves.get("sinks"),
+            saved=saved,
         )
     for _ in range(passes):
         out.backward(given["grad_out"], retain_graph=True)

@@ -11,7 +11,7 @@ import warnings
 import torch
 
 from kernels import dispatch
-from kernels.shared_prefix_attention import OP
+from kernels.shared_prefix_attention import OP, Saved
 from tests.kernels.shared_prefix_attention.cases import Case, errors, relative, run, tensors
 
 PLAIN = [
@@ -62,6 +62,20 @@ def twice_errors() -> dict[str, float]:
     return {name: relative(twice[name], 2 * once[name].double()) for name in names}
 
 
+def saved_errors() -> dict[str, float]:
+    """Of a call that takes its forward from an earlier one; without it the output is zero."""
+    case = Case()
+    inputs = tensors(case, torch.float32)
+    plain = run(case, "triton", inputs)
+    saved = Saved()
+    run(case, "triton", inputs, saved=saved)
+    got = run(case, "triton", inputs, saved=saved)
+    found = {name: relative(got[name], plain[name].double()) for name in plain}
+    saved.out.zero_()
+    zeros = run(case, "triton", inputs, saved=saved)["out"]
+    return found | {"computed again": zeros.norm().item()}
+
+
 def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)  # 0 / 0 in rows past the end, never stored
     found = {
@@ -69,6 +83,7 @@ def main() -> None:
     }
     found["strided"] = strided_errors()
     found["twice"] = twice_errors()
+    found["saved"] = saved_errors()
     found["calls"] = dict(dispatch.counters[OP])
     print(json.dumps(found))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.shared_prefix_attention import OP, TWINS, Prefix, attention
+from kernels.shared_prefix_attention import OP, TWINS, Prefix, Saved, attention
 from tests.kernels.shared_prefix_attention.cases import Case, run, tensors
 
 PLAIN = Case()
@@ -74,6 +74,59 @@ def test_without_sums_the_prefix_gets_no_gradient(twin):
     assert query.grad is not None
     assert prefix.key_grad is None and prefix.value_grad is None
     assert prefix.key.grad is None and prefix.value.grad is None
+
+
+@pytest.mark.parametrize("twin", ON_CPU)
+def test_the_prefix_gradient_is_found_by_whatever_way_gradients_are_asked_for(twin):
+    """`torch.autograd.grad` runs what leads to its inputs only."""
+    case = Case(sinks=True)
+    inputs = tensors(case, torch.float64)
+    truth = run(case, "reference", inputs)
+    for name in ("query", "key", "value", "sinks"):
+        leaves = {k: inputs[k].clone().requires_grad_() for k in ("query", "key", "value", "sinks")}
+        sums = [torch.zeros_like(inputs[k]) for k in ("prefix_key", "prefix_value")]
+        prefix = Prefix(inputs["prefix_key"], inputs["prefix_value"], *sums)
+        with dispatch.override(OP, twin):
+            out = attention(**leaves, prefix=prefix, scale=case.head_dim**-0.5)
+        (found,) = torch.autograd.grad([out], [leaves[name]], [inputs["grad_out"]])
+        torch.testing.assert_close(found, truth[name])
+        torch.testing.assert_close(prefix.key_grad, truth["prefix_key"])
+        torch.testing.assert_close(prefix.value_grad, truth["prefix_value"])
+
+
+@pytest.mark.parametrize("case", [Case(), Case(sinks=True, window=9, head_dim=24)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("twin", ["cpu", "blocks"])
+def test_what_was_saved_spares_the_forward_and_changes_no_bit(twin, dtype, case):
+    inputs = tensors(case, dtype)
+    plain = run(case, twin, inputs)
+    saved = Saved()
+    options = {"saved": saved, "scale": case.head_dim**-0.5, "window": case.window}
+    for attempt in range(3):
+        leaves = {k: inputs[k].clone().requires_grad_() for k in plain if k in inputs}
+        shared = [leaves.pop(name).detach() for name in ("prefix_key", "prefix_value")]
+        wide = torch.promote_types(dtype, torch.float32)
+        prefix = Prefix(*shared, *(torch.zeros_like(x, dtype=wide) for x in shared))
+        with dispatch.override(OP, twin), torch.set_grad_enabled(attempt > 0):
+            out = attention(**leaves, prefix=prefix, **options)
+        assert torch.equal(out, plain["out"])
+        if attempt > 0:
+            out.backward(inputs["grad_out"])
+            assert all(torch.equal(leaf.grad, plain[name]) for name, leaf in leaves.items())
+            assert torch.equal(prefix.key_grad, plain["prefix_key"])
+            assert torch.equal(prefix.value_grad, plain["prefix_value"])
+    assert saved.lse.shape == saved.out.shape[:3]
+    saved.out.zero_()  # nobody computes it again
+    with dispatch.override(OP, twin):
+        assert not attention(**leaves, prefix=prefix, **options).any()
+
+
+def test_the_reference_computes_every_time():
+    query, key, value, prefix = inputs_and_prefix()
+    saved = Saved()
+    with dispatch.override(OP, "reference"):
+        attention(query, key, value, prefix, scale=1.0, saved=saved)
+    assert saved == Saved()
 
 
 @pytest.mark.parametrize("twin", ON_CPU)
