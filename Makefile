@@ -46,4 +46,4 @@ lock: install
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements.lock
 
 clean:
-	rm -rf runs reports .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf runs reports studies/*/reports .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

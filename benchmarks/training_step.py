@@ -33,7 +33,9 @@ from algorithms.common.config import ModelConfig, OptimizerConfig, TrainingConfi
 from algorithms.common.files import write_json
 from algorithms.common.loop import Loop, learning_rate
 from algorithms.common.model import build, parameter_count
-from algorithms.lordo.baselines import DataParallel, adamw
+from algorithms.lordo import methods
+from algorithms.lordo.config import ArmConfig
+from algorithms.lordo.inner import adamw
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Figures, cores, run
 from benchmarks.timing import interleaved, measured, ratio
@@ -260,7 +262,7 @@ def loop_round(case: Case, comm: Comm, folder: Path) -> Round:
         case.on(comm.world_size),
         peak_lr=case.optimizer.lr,
         model=model,
-        method=DataParallel(model, case.optimizer, comm),
+        method=methods.build(model, ArmConfig(optimizer=case.optimizer), comm, seed=0),
         tokens_dir=folder,
         run_dir=run_dir,
         comm=comm,

@@ -14,6 +14,7 @@ from types import FrameType
 EPILOG = """\
 examples:
   ./run -m flows experiment                         everything that is not up to date
+  ./run -m flows experiment --study lordo           the same, and the further arms of a study
   ./run -m flows pretrain --arm ddp                 one arm, after what it reads
   ./run -m flows pretrain --arm ddp --set pretrain_lordo.training.steps=50
                                                     a try with other params: its outputs go to
@@ -56,8 +57,10 @@ def parser() -> argparse.ArgumentParser:
     pretrain.add_argument(
         "--dry-run", action="store_true", help="write config.json and print the torchrun command"
     )
-    add("report", "figures and tables over all arms -> reports/index.html")
-    add("experiment", "everything: prepare, every arm, report; skips what is up to date")
+    report = add("report", "figures and tables over the arms -> reports/index.html")
+    experiment = add("experiment", "everything: prepare, arms, report; skips what is up to date")
+    for each in (report, experiment):
+        each.add_argument("--study", help="with the further arms of a study, such as lordo")
     flows.add_parser("ui", help="serve the MLflow and Prefect pages on loopback until Ctrl-C")
     flows.add_parser("serve", help="the same, with a worker for the deployments of prefect.yaml")
     return top

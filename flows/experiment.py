@@ -14,11 +14,18 @@ VERSION = "1"
 
 
 @flow(name="experiment", version=VERSION, flow_run_name="experiment")
-def experiment(overrides: list[str] | None = None, profile: str | None = None) -> None:
-    """Prepare data, train every arm, report; stages that are up to date are passed over."""
+def experiment(
+    study: str | None = None, overrides: list[str] | None = None, profile: str | None = None
+) -> None:
+    """Prepare data, train the arms, report; with `study`, then its arms and the report with them.
+
+    Stages that are up to date are passed over.
+    """
     here = context(overrides or (), profile)
+    here.report(study)  # an unknown study is refused before anything is made
     with flow_run("experiment", VERSION, runtime.flow_run.id):
         prepare(overrides=overrides, profile=profile)
-        for _, arm in here.arms():
-            pretrain(arm, overrides=overrides, profile=profile)
-        report(overrides=overrides, profile=profile)
+        for part in (None,) if study is None else (None, study):
+            for arm in here.arms(part):
+                pretrain(arm, overrides=overrides, profile=profile)
+            report(part, overrides=overrides, profile=profile)

@@ -41,35 +41,38 @@ def arm(
     """Stage STAGE@`name`: data/tokens -> models/, metrics/; `say` gets rank 0's log."""
     from tasks import train
 
-    stage = context.stage(f"{context.params.stage_of(name)}@{name}")
+    stage = context.arm(name)
     return train.run(
         context.params,
         name,
         tokens=context.place("tokens").tokens,
         code=stage.code,
         out=context.place(stage.name),
+        dvc_stage=stage.name,
         parent=parent,
         locked=() if stage.name in context.changed else stage.reads,
         say=say,
     )
 
 
-def report(context: Context, parent: TrackedRun) -> dict[str, Any]:
-    """Stage `report`: metrics/ -> reports/, and to MLflow."""
+def report(context: Context, study: str | None, parent: TrackedRun) -> dict[str, Any]:
+    """Stage `report`, of a study if one is named: metrics/ -> reports/, and to MLflow."""
     from tasks import figures, tracking
 
-    place = context.place("report")
-    summary = figures.report(metrics_folders(context), place.reports)
-    tracking.log_artifact(parent.run_id, place.reports)
+    reports = context.place(context.report(study).name).reports
+    summary = figures.report(metrics_folders(context, study), reports)
+    tracking.log_artifact(parent.run_id, reports)
     return summary
 
 
-def metrics_folders(context: Context) -> dict[str, Path]:
-    """stage/arm -> folder of metrics, for those arms of params.yaml that have been trained."""
-    folders = {
-        f"{stage}/{name}": context.place(f"{stage}@{name}").metrics(stage, name)
-        for stage, name in context.arms()
-    }
+def metrics_folders(context: Context, study: str | None = None) -> dict[str, Path]:
+    """stage/arm -> folder of metrics, for what the report compares and has been trained."""
+    folders = {}
+    for name in context.report(study).reads:
+        arm = context.stage(name).arm
+        assert arm is not None
+        stage = context.params.stage_of(arm)
+        folders[f"{stage}/{arm}"] = context.place(name).metrics(stage, arm)
     return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
 
@@ -78,15 +81,15 @@ def plainly(context: Context, names: list[str], flow: str) -> None:
     from flows.parent import flow_run
 
     for name in names:
-        stage, _, of_arm = name.partition("@")
-        with stage_lock(name, context.place(name)):
-            if stage == "corpus":
+        stage = context.stage(name)
+        with stage_lock(name, context.base(name)):
+            if name == "corpus":
                 corpus(context)
-            elif stage == "tokens":
+            elif name == "tokens":
                 tokens(context)
             else:
                 with flow_run(flow, VERSION) as run:
-                    if stage == "report":
-                        report(context, run)
+                    if stage.arm is None:
+                        report(context, stage.study, run)
                     else:
-                        arm(context, of_arm, run, partial(print, flush=True))
+                        arm(context, stage.arm, run, partial(print, flush=True))

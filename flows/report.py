@@ -1,4 +1,4 @@
-"""Flow `report`: figures and tables over all arms that have been trained."""
+"""Flow `report`: figures and tables over the arms that have been trained."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ VERSION = "1"
 
 
 @flow(name="report", version=VERSION, flow_run_name="report")
-def report(overrides: list[str] | None = None, profile: str | None = None) -> None:
-    """Make reports/ where it is not up to date; leave table and summary on the Prefect page."""
+def report(
+    study: str | None = None, overrides: list[str] | None = None, profile: str | None = None
+) -> None:
+    """Make reports/ where it is not up to date; leave table and summary on the Prefect page.
+
+    With `study`, its own report: the arms that every experiment trains, and those of the study.
+    """
     here = context(overrides or (), profile)
+    stage = here.report(study).name
     with flow_run("report", VERSION, runtime.flow_run.id) as run:
-        steps.ensure(here, "report", lambda: steps.make_report(here, run))
-    trained = arms.read(metrics_folders(here))
-    create_table_artifact(key="arms", table=arms.table(trained), description="All arms")
-    create_markdown_artifact(key="summary", markdown=arms.markdown(trained))
+        steps.ensure(here, stage, lambda: steps.make_report(here, study, run))
+    trained = arms.read(metrics_folders(here, study))
+    end = "" if study is None else f"-{study}"
+    create_table_artifact(key=f"arms{end}", table=arms.table(trained), description="All arms")
+    create_markdown_artifact(key=f"summary{end}", markdown=arms.markdown(trained))

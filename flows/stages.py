@@ -1,7 +1,9 @@
-"""The stages and what each depends on: the Python twin of dvc.yaml (a test compares the two).
+"""The stages and what each depends on: the Python twin of dvc.yaml and of studies/*/dvc.yaml; a
+test compares them.
 
 `Context` answers where a stage's outputs lie: in the project for the params of params.yaml, below
-runs/set/ for a stage that `--set` or `--profile` changed, directly or through what it reads.
+runs/set/ for a stage that `--set` or `--profile` changed, directly or through what it reads. What
+a study makes lies in a folder of its own in either.
 """
 
 from __future__ import annotations
@@ -31,33 +33,50 @@ class Stage:
     """One DVC stage."""
 
     name: str
+    """As DVC addresses it."""
     params: tuple[str, ...]
     """Dotted keys of params.yaml that its result depends on."""
     reads: tuple[str, ...]
     """Stages whose outputs it reads."""
     code: tuple[str, ...]
     """Files and folders of code that its result depends on."""
+    arm: str | None = None
+    """The arm that it trains."""
+    study: str | None = None
+    """The study that it belongs to; None for what every experiment makes."""
 
 
 def stages(params: Params) -> list[Stage]:
-    """All stages, each after those it reads."""
+    """All stages, each after those it reads; those of a study are the last."""
     code = {stage: tuple(f"tasks/{name}.py" for name in names) for stage, names in CODE.items()}
-    arms = [
-        Stage(
-            f"{stage}@{arm}",
-            ("model", f"{stage}.training", f"{stage}.arms.{arm}"),
-            ("tokens",),
-            (*JOB_CODE[stage], f"tasks/jobs/{stage}.py", "tasks/train.py"),
-        )
-        for stage, config in params.pretraining.items()
-        for arm in config.arms
-    ]
-    return [
+    arms = [_arm(stage, arm) for stage, config in params.pretraining.items() for arm in config.arms]
+    found = [
         Stage("corpus", ("corpus",), (), code["corpus"]),
         Stage("tokens", ("tokens",), ("corpus",), code["tokens"]),
         *arms,
         Stage("report", (), tuple(arm.name for arm in arms), code["report"]),
     ]
+    for study, stage in params.studies.items():
+        more = [_arm(stage, arm, study) for arm in params.pretraining[stage].study]
+        reads = tuple(arm.name for arm in (*arms, *more))
+        found += [*more, Stage(_address("report", study), (), reads, code["report"], study=study)]
+    return found
+
+
+def _arm(stage: str, arm: str, study: str | None = None) -> Stage:
+    own = f"{stage}.{'arms' if study is None else 'study'}.{arm}"
+    return Stage(
+        _address(f"{stage}@{arm}", study),
+        ("model", f"{stage}.training", own),
+        ("tokens",),
+        (*JOB_CODE[stage], f"tasks/jobs/{stage}.py", "tasks/train.py"),
+        arm,
+        study,
+    )
+
+
+def _address(stage: str, study: str | None) -> str:
+    return stage if study is None else f"studies/{study}/dvc.yaml:{stage}"
 
 
 @dataclass(frozen=True)
@@ -70,17 +89,37 @@ class Context:
     workspace: Workspace
     """Of the changed stages."""
 
-    def place(self, stage: str) -> Workspace:
-        """Where the outputs of `stage` lie."""
+    def base(self, stage: str) -> Workspace:
+        """The project, or the workspace of changed stages: whichever has the outputs of `stage`."""
         return self.workspace if stage in self.changed else Workspace()
+
+    def place(self, stage: str) -> Workspace:
+        """Where the outputs of `stage` lie: `base`, or a study's folder in it."""
+        base, study = self.base(stage), self.stage(stage).study
+        return base if study is None else base.study(study)
 
     def stage(self, name: str) -> Stage:
         """The stage of that name."""
         return next(stage for stage in stages(self.params) if stage.name == name)
 
-    def arms(self) -> list[tuple[str, str]]:
-        """(stage, arm) of every arm of params.yaml."""
-        return [(s, arm) for s, config in self.params.pretraining.items() for arm in config.arms]
+    def arm(self, name: str) -> Stage:
+        """The stage that trains the arm of that name; `InputError` for an unknown one."""
+        self.params.stage_of(name)
+        return next(stage for stage in stages(self.params) if stage.arm == name)
+
+    def arms(self, study: str | None = None) -> list[str]:
+        """Names of the arms of `study`, by default of those that every experiment trains."""
+        found = [stage for stage in stages(self.params) if stage.study == study]
+        return [stage.arm for stage in found if stage.arm is not None]
+
+    def report(self, study: str | None = None) -> Stage:
+        """The stage that compares the arms of every experiment, and those of `study` if given.
+
+        `InputError` for an unknown study.
+        """
+        if study is not None:
+            self.params.require_study(study)
+        return self.stage(_address("report", study))
 
 
 def context(overrides: Sequence[str] = (), profile: str | None = None) -> Context:

@@ -80,7 +80,7 @@ def ensure(context: Context, stage: str, act: Callable[[], Any]) -> None:
         log.info("%s: up to date", stage)
         return
     log.info("%s: %s", stage, "; ".join(reasons))
-    with lineage.stage_lock(stage, context.place(stage)):
+    with lineage.stage_lock(stage, context.base(stage)):
         if not _made_meanwhile(stage):
             act()
         with contextlib.suppress(lineage.Busy):  # it may wait for our lock: do not wait long here

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import re
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,13 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from algorithms.common.config import Config, ModelConfig, TrainingConfig, require
+from algorithms.common.config import (
+    Config,
+    ModelConfig,
+    TrainingConfig,
+    config_class,
+    require,
+)
 from algorithms.common.errors import FieldError, InputError, one_line
 from algorithms.lordo.config import ArmConfig
 from tasks.paths import PROJECT
@@ -125,10 +132,21 @@ class PretrainConfig(Config):
 
     training: TrainingConfig
     arms: dict[str, ArmConfig]
+    """What `experiment` trains."""
+    study: dict[str, ArmConfig]
+    """Further arms: `experiment --study` trains them too. Empty where there are none."""
 
     def __post_init__(self) -> None:
         require(bool(self.arms), "arms", "must name at least one arm")
         _require_names(self.arms, "arms")
+        _require_names(self.study, "study")
+        for name in self.study:
+            require(name not in self.arms, f"study.{name}", "arms has one of that name")
+
+    @property
+    def all_arms(self) -> dict[str, ArmConfig]:
+        """`arms`, then those of `study`."""
+        return self.arms | self.study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +190,25 @@ class Params(Config):
     def stage_of(self, arm: str) -> str:
         """Name of the pretraining stage that `arm` belongs to; `InputError` if there is none."""
         for stage, config in self.pretraining.items():
-            if arm in config.arms:
+            if arm in config.all_arms:
                 return stage
-        known = ", ".join(arm for config in self.pretraining.values() for arm in config.arms)
+        known = ", ".join(arm for config in self.pretraining.values() for arm in config.all_arms)
         raise InputError(f"no arm {arm!r} in params.yaml; known arms: {known}")
+
+    @property
+    def studies(self) -> dict[str, str]:
+        """Name of a study -> the pretraining stage whose further arms it trains."""
+        return {
+            stage.removeprefix("pretrain_"): stage
+            for stage, config in self.pretraining.items()
+            if config.study
+        }
+
+    def require_study(self, name: str) -> None:
+        """`InputError` unless there is a study of that name."""
+        if name not in self.studies:
+            known = ", ".join(self.studies) or "none"
+            raise InputError(f"no study {name!r} in params.yaml; known studies: {known}")
 
 
 def load_params(
@@ -266,6 +299,8 @@ def _siblings(location: list[str]) -> list[str]:
     for part in location:
         if dataclasses.is_dataclass(current):
             current = typing.get_type_hints(current).get(part)
+            if isinstance(current, types.UnionType):  # X | None
+                current = config_class(current)
         else:  # dict[str, X] or list[X]
             current = typing.get_args(current)[-1] if typing.get_args(current) else None
     return (

@@ -35,7 +35,7 @@ def stage_lock(stage: str, workspace: Workspace) -> Iterator[None]:
     """Held while a stage's outputs are checked and made, by flows and by `dvc repro` alike."""
     LOCKS.mkdir(exist_ok=True)
     place = "" if workspace == Workspace() else f"{workspace.root.name}-"
-    lock = FileLock(LOCKS / f"stage-{place}{stage}.lock")
+    lock = FileLock(LOCKS / f"stage-{place}{stage.replace('/', '-')}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -51,14 +51,19 @@ class Busy(InputError):
     """Another process holds DVC's lock for longer than the caller would wait."""
 
 
-def stale(stage: str, *, patience_s: float = PATIENCE_S, root: Path = PROJECT) -> list[str]:
-    """Why `stage` is not up to date, one reason an entry; empty when it is. Raises `Busy`."""
-    status = _call(root, patience_s, lambda repo: repo.status(targets=[stage]))
-    return [reason for entry in status.get(stage, []) for reason in _reasons(entry)]
+def stale(*stages: str, patience_s: float = PATIENCE_S, root: Path = PROJECT) -> list[str]:
+    """Why these are not up to date, one reason an entry; empty when all are. Raises `Busy`.
+
+    A stage is named as DVC addresses it: tokens, pretrain_lordo@ddp, or FILE:NAME for one of
+    another file than dvc.yaml.
+    """
+    status = _call(root, patience_s, lambda repo: repo.status(targets=list(stages)))
+    return [reason for name in stages for e in status.get(name, []) for reason in _reasons(e)]
 
 
 def record(stage: str, *, patience_s: float = PATIENCE_S, root: Path = PROJECT) -> None:
-    """Take what `stage` made into DVC's cache and dvc.lock, as `dvc repro` would. Raises `Busy`."""
+    """Take what `stage` made into DVC's cache and the lock beside its file, as `dvc repro` would.
+    Raises `Busy`."""
     _call(root, patience_s, lambda repo: repo.commit(target=stage, force=True))
 
 
@@ -88,7 +93,7 @@ def _ours(patience_s: float) -> Iterator[None]:
 
 
 def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
-    from dvc.exceptions import DvcException, NoOutputOrStageError, NotDvcRepoError
+    from dvc.exceptions import DvcException, NotDvcRepoError
     from dvc.lock import LockError
     from dvc.repo import Repo
     from dvc.rwlock import RWLockFileCorruptedError
@@ -106,9 +111,6 @@ def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
                 if time.monotonic() > deadline:
                     raise Busy(f"dvc is busy in another process: {error}") from None
                 time.sleep(1.0)
-            except NoOutputOrStageError as error:
-                hint = "a new arm has to be added to its matrix"
-                raise InputError(f"dvc.yaml: {one_line(error)}; {hint}") from None
             except NotDvcRepoError:
                 raise InputError(
                     f"{root}: not a git checkout with DVC; clone the project"

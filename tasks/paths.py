@@ -36,6 +36,10 @@ class Workspace:
     def reports(self) -> Path:
         return self.root / "reports"
 
+    def study(self, name: str) -> Workspace:
+        """Folders of what a study makes beside the arms that every experiment trains."""
+        return Workspace(self.root / "studies" / name)
+
 
 CACHE = PROJECT / "data" / "cache"
 """Downloaded archives by sha256; shared by all workspaces."""

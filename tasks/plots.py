@@ -1,7 +1,9 @@
 """Loss against tokens, device-hours and bytes: one curve an arm, as PNGs for light and dark pages.
 
-Colours are those of Okabe and Ito, told apart with any colour vision; markers differ as well. The
-held-out loss is the thick line with markers, the training loss the thin one behind it.
+Colours are those of Okabe and Ito, told apart with any colour vision; markers differ as well, and
+from the ninth arm on lines are dashed and markers hollow. The held-out loss is the thick line with
+markers, the training loss the thin one behind it; that is left out where many arms would hide each
+other.
 """
 
 from __future__ import annotations
@@ -16,9 +18,15 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, StrMetho
 
 from tasks.arms import ArmRecord, labels
 
-MARKERS = "osD^vPX*"
-LABEL_LETTERS = 22
+MARKERS = "osD^vPXp"
+LABEL_LETTERS = 26
 """Longer names of arms are cut in figures; the table has them whole."""
+
+FEW = 4
+"""With more arms, only the held-out loss is drawn."""
+
+GAP = 0.055
+"""Least distance of two names at the right edge, in heights of the axes."""
 
 
 @dataclass(frozen=True)
@@ -122,25 +130,34 @@ def _draw(chart: Chart, curves: Sequence[Curve], theme: Theme) -> bytes:
     axes = figure.add_subplot(facecolor=theme.background)
     ends = [curve.held_out[-1][0] for curve in curves]
     logarithmic = max(ends) > 3 * min(ends)
+    few = len(curves) <= FEW
     for curve in curves:
-        colour = theme.arms[curve.style % len(theme.arms)]
+        look = _look(curve, theme)
         train = [(x, y) for x, y in curve.train if x > 0 or not logarithmic]
-        axes.plot(*zip(*train, strict=True), color=colour, linewidth=0.9, alpha=0.45)
-        axes.plot(
-            *zip(*curve.held_out, strict=True),
-            color=colour,
-            linewidth=2.2,
-            marker=MARKERS[curve.style % len(MARKERS)],
-            markersize=5.5,
-            markeredgecolor=theme.background,
-            markeredgewidth=0.8,
-        )
+        if few:
+            axes.plot(*zip(*train, strict=True), color=look["color"], linewidth=0.9, alpha=0.45)
+        axes.plot(*zip(*curve.held_out, strict=True), linewidth=2.2 if few else 1.6, **look)
     _scale(axes, chart, curves, logarithmic)
-    _decorate(axes, chart, theme)
+    _decorate(axes, chart, theme, few)
     _name_curves(axes, curves, theme)
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()
+
+
+def _look(curve: Curve, theme: Theme) -> dict[str, Any]:
+    """Colour, marker and dashes of an arm."""
+    again, style = divmod(curve.style, len(theme.arms))
+    colour = theme.arms[style]
+    return {
+        "color": colour,
+        "linestyle": (0, (3, 1.2)) if again else "-",
+        "marker": MARKERS[(style + again) % len(MARKERS)],
+        "markersize": 5.5,
+        "markerfacecolor": theme.background if again else colour,
+        "markeredgecolor": colour if again else theme.background,
+        "markeredgewidth": 1.2 if again else 0.8,
+    }
 
 
 def _scale(axes: Any, chart: Chart, curves: Sequence[Curve], logarithmic: bool) -> None:
@@ -154,21 +171,26 @@ def _scale(axes: Any, chart: Chart, curves: Sequence[Curve], logarithmic: bool) 
     axes.xaxis.set_major_formatter(plain if chart.timed else EngFormatter(unit=chart.unit))
     # The fall from ln(vocabulary) would flatten all that matters: begin at the first evaluation.
     seen = [y for curve in curves for _, y in curve.held_out]
-    low = min(seen + [y for curve in curves for _, y in curve.train])
+    low = min(seen)
+    if len(curves) <= FEW:
+        low = min(low, *(y for curve in curves for _, y in curve.train))
     high = max(curve.held_out[0][1] for curve in curves)
     if all(len(curve.held_out) > 2 for curve in curves) and high > low:
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
 
-def _decorate(axes: Any, chart: Chart, theme: Theme) -> None:
+def _decorate(axes: Any, chart: Chart, theme: Theme, few: bool) -> None:
     axes.set_xlabel(chart.label, color=theme.ink, labelpad=8)
-    axes.set_ylabel("cross-entropy loss (nats per token)", color=theme.ink, labelpad=8)
+    loss = "cross-entropy loss" if few else "held-out loss"
+    axes.set_ylabel(f"{loss} (nats per token)", color=theme.ink, labelpad=8)
     axes.grid(color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=theme.ink, length=0, labelsize=9)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(theme.ink)
+    if not few:
+        return
     handles = [
         axes.plot([], [], color=theme.ink, linewidth=2.2, marker="o", markersize=5.5)[0],
         axes.plot([], [], color=theme.ink, linewidth=0.9, alpha=0.6)[0],
@@ -179,27 +201,43 @@ def _decorate(axes: Any, chart: Chart, theme: Theme) -> None:
 
 
 def _name_curves(axes: Any, curves: Sequence[Curve], theme: Theme) -> None:
-    """Names at the right edge, at the height where the curve ends, moved apart where they meet."""
+    """Names at the right edge with their markers, in the order of the last losses: at the height
+    where the curve ends, moved apart where they meet."""
     low, high = axes.get_ylim()
-    gap = 0.055
-    heights: list[float] = []
     ordered = sorted(curves, key=lambda curve: curve.held_out[-1][1])
-    for curve in ordered:
-        height = (curve.held_out[-1][1] - low) / (high - low)
-        heights.append(max(height, heights[-1] + gap) if heights else height)
-    for curve, height in zip(ordered, heights, strict=True):
-        name = curve.label
+    ends = [(curve.held_out[-1][1] - low) / (high - low) for curve in ordered]
+    for curve, height in zip(ordered, spread(ends, GAP), strict=True):
+        name, look = curve.label, _look(curve, theme)
         short = name if len(name) <= LABEL_LETTERS else f"{name[: LABEL_LETTERS - 2]}.."
         axes.annotate(
             short,
             (1.0, height),
             xycoords="axes fraction",
-            xytext=(8, 0),
+            xytext=(18, 0),
             textcoords="offset points",
             va="center",
             fontsize=9.5,
             fontweight="bold",
-            color=theme.arms[curve.style % len(theme.arms)],
+            color=look["color"],
             parse_math=False,
             annotation_clip=False,
         )
+        axes.plot([1.025], [height], transform=axes.transAxes, clip_on=False, **look)
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending `heights` moved as little as possible (least squares) to be `gap` apart in [0, 1].
+
+    Neighbours that are too close form a block around the mean of where they want to be. Too many
+    for [0, 1] leave it at the top.
+    """
+    blocks: list[tuple[float, int]] = []  # mean of height - number * gap, and how many
+    for number, height in enumerate(heights):
+        mean, count = height - number * gap, 1
+        while blocks and blocks[-1][0] > mean:
+            other, more = blocks.pop()
+            mean, count = (mean * count + other * more) / (count + more), count + more
+        blocks.append((mean, count))
+    flat = [mean for mean, count in blocks for _ in range(count)]
+    highest = max(0.0, 1 - (len(heights) - 1) * gap)
+    return [min(max(mean, 0.0), highest) + number * gap for number, mean in enumerate(flat)]

@@ -88,7 +88,7 @@ def prepare(params: Params, arm: str, tokens: Path, code: Sequence[str]) -> Job:
         tokens_dir=str(tokens.resolve()),
         model=params.model,
         training=params.pretraining[stage].training,
-        arm=params.pretraining[stage].arms[arm],
+        arm=params.pretraining[stage].all_arms[arm],
     )
     described = config.to_dict() | {"tokens_dir": manifest.read_text(encoding="utf-8")}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
@@ -110,21 +110,23 @@ def run(
     tokens: Path,
     code: Sequence[str],
     out: Workspace,
+    dvc_stage: str,
     locked: Sequence[str],
     parent: tracking.TrackedRun,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Train `arm` to its end, resuming if it was stopped before; publish model and metrics.
 
-    `locked` names the DVC stages whose entries in dvc.lock identify what it reads, for the run's
-    tags. `say` gets rank 0's log lines. Returns the quality half of result.json. Raises
-    `InputError`, `torchrun.JobFailed`, or `torchrun.JobStopped` (start again to resume).
+    For the run's tags: `dvc_stage` is how DVC addresses what this makes, `locked` names the stages
+    whose entries in dvc.lock identify what it reads. `say` gets rank 0's log lines. Returns the
+    quality half of result.json. Raises `InputError`, `torchrun.JobFailed`, or `torchrun.JobStopped`
+    (start again to resume).
     """
     job = prepare(params, arm, tokens, code)
     config = job.config
     tags = tracking.standard_tags(
         task_version=VERSION,
-        dvc_stage=f"{config.stage}@{config.arm_name}",
+        dvc_stage=dvc_stage,
         locked=locked,
         job_id=config.job_id,
     )

@@ -6,10 +6,11 @@ import random
 import shutil
 import sqlite3
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import psutil
+from ruamel.yaml import YAML
 
 from tasks.paths import PROJECT
 
@@ -48,6 +49,20 @@ pretrain_lordo:
     ddp:
       optimizer:
         lr: 1.0e-2
+    lordo_global:
+      method: local
+      inner: lordo
+      optimizer: {lr: 3.0e-2}
+      low_rank: {rank: 4}
+      sync: {every: 3, momentum_every: 6, variance_every: 6}
+  study:
+    lordo_ns:
+      method: local
+      inner: lordo_ns
+      optimizer: {lr: 3.0e-2}
+      momentum: bf16
+      low_rank: {rank: 4, projection: frozen}
+      sync: {every: 3, outer: nesterov, outer_momentum: 0.7, wire: int4, residual: weights}
 
 launch:
   deadline_minutes: 10
@@ -65,10 +80,11 @@ class Project:
         root.mkdir(parents=True)
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in subprocess.check_output(listing, cwd=PROJECT, text=True).split("\0"):
-            if name and name != "dvc.lock" and (PROJECT / name).is_file():
+            if name and PurePath(name).name != "dvc.lock" and (PROJECT / name).is_file():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(PROJECT / name, root / name)
         (root / "params.yaml").write_text(PARAMS)
+        self._forget_other_arms("params.gpu.yaml")
         generator = random.Random(0)
         (root / "texts").mkdir()
         for index in range(40):
@@ -79,6 +95,16 @@ class Project:
         self.git("init", "-q", "-b", "main")
         self.git("add", "-A")
         self.git("commit", "-qm", "start")
+
+    def _forget_other_arms(self, profile: str) -> None:
+        """A profile says what differs, so it may only name arms that are there."""
+        yaml = YAML()
+        ours, theirs = yaml.load(PARAMS), yaml.load(self.root / profile)
+        for group in ("arms", "study"):
+            arms = theirs["pretrain_lordo"][group]
+            for name in set(arms) - set(ours["pretrain_lordo"][group]):
+                del arms[name]
+        yaml.dump(theirs, self.root / profile)
 
     def git(self, *arguments: str) -> str:
         who = ["-c", "user.name=test", "-c", "user.email=test@example.invalid"]

@@ -15,6 +15,7 @@ from tasks.paths import PROJECT
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 
 EXPERIMENT = "tests/flows/test_experiment.py::finished"
+STUDY = "tests/flows/test_experiment.py::studied"
 TRAIN = "tests/tasks/test_train.py::test_sigterm_leaves_a_checkpoint_and_no_process"
 OWN_DATA = "tests/flows/test_prepare.py::test_own_jsonl_becomes_corpus_and_tokens"
 OWN_MODEL = (
@@ -48,7 +49,9 @@ RUN_BY = {
     "./run -m flows experiment --profile gpu": GPU,
     "./run -m flows pretrain --arm ddp": SERVE,
     "./run -m flows pretrain --arm ddp --set pretrain_lordo.training.steps=50": TRAIN,
+    "./run -m flows experiment --study lordo": STUDY,
     ".venv/bin/dvc repro": REPRO,
+    ".venv/bin/dvc repro studies/lordo/dvc.yaml": REPRO,
     "./run -m flows prepare --set"
     """ 'corpus.sources=[{from: "path:mine/*.jsonl", licence: mine}]'""": OWN_DATA,
     "./run -m flows pretrain --arm ddp --set model.path=DIR"

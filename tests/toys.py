@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from algorithms.common.config import ModelConfig, OptimizerConfig, TrainingConfig
+from algorithms.lordo.config import ArmConfig, LowRankConfig, SyncConfig
 
 VOCAB = 97
 
@@ -20,6 +21,8 @@ MODEL = ModelConfig(
 )
 
 OPTIMIZER = OptimizerConfig(lr=1e-2)
+
+DDP = ArmConfig(optimizer=OPTIMIZER)
 
 
 def training(**changes) -> TrainingConfig:
@@ -60,3 +63,42 @@ def write_tokens(folder: Path, train: int = 4000, val: int = 600) -> Path:
     }
     (folder / "MANIFEST.json").write_text(json.dumps(manifest))
     return folder
+
+
+def local(inner: str = "adamw", low_rank: dict | None = None, momentum="fp32", **sync) -> ArmConfig:
+    """An arm of method `local` that meets every fourth step."""
+    return ArmConfig(
+        method="local",
+        inner=inner,
+        optimizer=OPTIMIZER,
+        momentum=momentum,
+        low_rank=None if low_rank is None else LowRankConfig(**({"rank": 4} | low_rank)),
+        sync=SyncConfig(**({"every": 4} | sync)),
+    )
+
+
+THIN = {
+    "outer": "nesterov",
+    "outer_momentum": 0.7,
+    "outer_state": "int8",
+    "wire": "int4",
+    "residual": "weights",
+}
+
+RANKS_DIFFER = {
+    "lowrank_ddp": ArmConfig(
+        method="lowrank_ddp",
+        optimizer=OPTIMIZER,
+        low_rank=LowRankConfig(rank=4, error_feedback=True),
+    ),
+    "local_adam": local(momentum_every=4, variance_every=4),
+    "des_loc": local(every=2, momentum_every=4, variance_every=6),
+    "diloco": local(outer="nesterov", outer_lr=0.7, outer_momentum=0.9),
+    "buffered": local(wire="int4", residual="buffer"),
+    "delayed": local(delay=2, momentum_every=4, **THIN),
+    "lordo_global": local("lordo", {}, momentum_every=4, variance_every=8),
+    "lordo_local": local("lordo", {"projection": "local", "qhm": "none"}),
+    "lordo_ns": local("lordo_ns", {"projection": "frozen"}, "bf16", **THIN),
+    "muloco": local("muon", None, "int8", **THIN),
+}
+"""One small arm of each kind whose ranks differ."""

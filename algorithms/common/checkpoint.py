@@ -1,8 +1,10 @@
 """Resumable state, written by `torch.distributed.checkpoint`: whole or absent, last K kept.
 
-A checkpoint is written to a temporary folder, sealed with the sizes of its files, and renamed by
-rank 0 after all ranks are done. One that is truncated or unreadable is passed over, with a warning,
-for the one before. Transfers inside torch.distributed.checkpoint are not metered.
+Where all ranks hold the same state it is stored once; where each has its own (weights between two
+exchanges, moments), `own` stores one per rank. A checkpoint is written to a temporary folder,
+sealed with the sizes of its files, and renamed by rank 0 after all ranks are done. One that is
+truncated or unreadable is passed over, with a warning, for the one before. Transfers inside
+torch.distributed.checkpoint are not metered.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -24,6 +29,7 @@ from torch.optim import Optimizer
 from algorithms.common.comm import Comm
 from algorithms.common.errors import InputError
 from algorithms.common.files import read_json, sync_directory, write_json
+from algorithms.common.nested import flatten, restore
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +50,66 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, extra: dict[str, Any]
     ) -> None:
-        """Write the state after `step`. `extra` holds plain JSON values, equal on all ranks."""
-        final = self.folder / f"step_{step:08d}"
-        temporary = self.folder / f".writing_step_{step:08d}"
+        """Write the state after `step`, equal on all ranks. `extra` holds plain JSON values."""
+        weights, moments = get_state_dict(model, optimizer)
+        self._write(step, {"model": weights, "optimizer": moments, "extra": json.dumps(extra)})
+
+    def save_own(self, step: int, own: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Write each rank's `own` state after `step`: nested plain values and tensors. `extra` is
+        equal on all ranks."""
+        tensors, text = flatten(own)
+        state: dict[str, Any] = {"extra": json.dumps(extra), self._mine("plain"): text}
+        self._write(step, state | {self._mine(name): each for name, each in tensors.items()})
+
+    def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]]:
+        """Restore in place what `save` wrote: the newest sound step and its `extra`; (0, {})
+        without one.
+
+        Raises `InputError` when a sound checkpoint does not fit the model.
+        """
+        step = self._agree_on_newest()
+        if step == 0:
+            return 0, {}
+        weights, moments = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": moments, "extra": ""}
+        self._read(step, state)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        return step, json.loads(state["extra"])
+
+    def load_own(self) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """What `save_own` wrote: the newest sound step, this rank's state, `extra`; (0, {}, {})
+        without one.
+
+        Raises `InputError` when a sound checkpoint holds nothing of this rank.
+        """
+        step = self._agree_on_newest()
+        if step == 0:
+            return 0, {}, {}
+        folder = self._folder(step)
+        written = FileSystemReader(folder).read_metadata().state_dict_metadata
+        if self._mine("plain") not in written:
+            raise InputError(f"{folder}: holds no state of rank {self.comm.rank}")
+        tensors = {
+            name: torch.empty(stored.size, dtype=stored.properties.dtype)
+            for name, stored in written.items()
+            if name.startswith(self._mine("")) and isinstance(stored, TensorStorageMetadata)
+        }
+        state: dict[str, Any] = {"extra": "", self._mine("plain"): "", **tensors}
+        self._read(step, state)
+        own = {name.removeprefix(self._mine("")): each for name, each in tensors.items()}
+        return step, restore(own, state[self._mine("plain")]), json.loads(state["extra"])
+
+    def _write(self, step: int, state: dict[str, Any]) -> None:
+        final = self._folder(step)
+        temporary = self.folder / f".writing_{final.name}"
         if self.comm.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         self.comm.barrier()
-        weights, moments = get_state_dict(model, optimizer)
         save(
-            {"model": weights, "optimizer": moments, "extra": json.dumps(extra)},
+            state,
             checkpoint_id=temporary,
             process_group=self.comm.group,
             no_dist=self.comm.group is None,
@@ -69,17 +125,9 @@ class Checkpoints:
             self._retire()
         self.comm.barrier()
 
-    def load(self, model: nn.Module, optimizer: Optimizer) -> tuple[int, dict[str, Any]]:
-        """Restore the newest sound checkpoint in place: its step and `extra`; (0, {}) without one.
-
-        Raises `InputError` when a sound checkpoint does not fit the model.
-        """
-        step: int = self.comm.broadcast_object(self._newest() if self.comm.rank == 0 else 0, src=0)
-        if step == 0:
-            return 0, {}
-        weights, moments = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": moments, "extra": ""}
-        folder = self.folder / f"step_{step:08d}"
+    def _read(self, step: int, state: dict[str, Any]) -> None:
+        """Fill `state` in place."""
+        folder = self._folder(step)
         try:
             load(
                 state,
@@ -90,10 +138,16 @@ class Checkpoints:
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             raise InputError(f"{folder}: cannot be loaded: {cause}") from error
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        return step, json.loads(state["extra"])
+
+    def _mine(self, name: str) -> str:
+        return f"rank_{self.comm.rank}.{name}"
+
+    def _folder(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def _agree_on_newest(self) -> int:
+        step: int = self.comm.broadcast_object(self._newest() if self.comm.rank == 0 else 0, src=0)
+        return step
 
     def _newest(self) -> int:
         for folder in sorted(self.folder.glob("step_*"), reverse=True):

@@ -152,6 +152,26 @@ class Comm(Meter):
         if wire is not output:
             output.copy_(wire)
 
+    def all_to_all(self, output: Tensor, input: Tensor, tag: str) -> None:
+        """Send part j of `input` [M * n, ...] to rank j; part i of `output` (like `input`) comes
+        from rank i.
+
+        Counts like `reduce_scatter`, which this is with the sum left to the receiver.
+        """
+        output, input = output.detach(), input.detach()
+        if len(input) % self.world_size:
+            raise ValueError(f"{len(input)} rows cannot be cut into {self.world_size} equal parts")
+        size = input.nbytes
+        wire_bytes = reduce_scatter_wire_bytes(size, self.world_size)
+        self._count(tag, size - size // self.world_size, wire_bytes)
+        if self._trivial(input):
+            output.copy_(input)
+            return
+        wire = self._staged(output, fill=False)
+        dist.all_to_all_single(_as_bytes(wire), _as_bytes(self._staged(input)), group=self.group)
+        if wire is not output:
+            output.copy_(wire)
+
     def all_gather_into(self, output: Tensor, input: Tensor, tag: str) -> None:
         """Concatenate every rank's `input` [n, ...] in rank order into `output` [M * n, ...]."""
         output.detach().copy_(torch.cat(self.all_gather(input, tag)))

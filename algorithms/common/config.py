@@ -49,14 +49,22 @@ def from_dict(cls: type[C], values: dict[str, Any]) -> C:
         raise InputError(f"{cls.__name__}: unknown key {unknown[0]!r}")
     built = {}
     for name, value in values.items():
-        nested = isinstance(hints[name], type) and issubclass(hints[name], Config)
-        built[name] = from_dict(hints[name], value) if nested else value
+        nested = config_class(hints[name])
+        built[name] = value if nested is None or value is None else from_dict(nested, value)
     try:
         return cls(**built)
     except FieldError:
         raise
     except TypeError as error:  # a missing key, or a value that cannot be compared
         raise InputError(f"{cls.__name__}: {error}") from None
+
+
+def config_class(hint: Any) -> type[Config] | None:
+    """The config that a field of type `hint` holds, itself or as `X | None`; None for others."""
+    for each in (hint, *typing.get_args(hint)):
+        if isinstance(each, type) and issubclass(each, Config):
+            return each
+    return None
 
 
 def _field_names(cls: type[Config]) -> list[str]:

@@ -2,8 +2,10 @@
 
 An arm is a `Method`: how gradients and weights of the ranks come together. The loop owns the rest:
 batches, schedule, held-out evaluation, metrics, checkpoints, and a stop that all ranks agree on.
-Data order and randomness are pure functions of (seed, step, rank), so a checkpoint holds weights,
-optimizer and counters, and a resumed run repeats the uninterrupted one bit for bit.
+It makes the ranks meet only where the method does so anyway, and at steps that are logged,
+evaluated or written. Data order and randomness are pure functions of (seed, step, rank), so a
+checkpoint holds weights, optimizer and counters, and a resumed run repeats the uninterrupted one
+bit for bit.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ class Method(Protocol):
     module: nn.Module
     """What the forward pass goes through; may wrap the model."""
 
+    ranks_differ: bool
+    """Whether ranks hold different weights or moments; then each has a checkpoint of its own."""
+
     @property
     def optimizer(self) -> Optimizer:
         """Its state goes to checkpoints."""
@@ -51,11 +56,23 @@ class Method(Protocol):
     def gradient_norm(self) -> Tensor:
         """Global L2 norm of the step's gradient before clipping, a scalar; clips it."""
 
-    def update(self, lr: float) -> None:
-        """Apply the gradient."""
+    def meets(self, step: int) -> bool:
+        """Whether `update` of this step waits for other ranks."""
 
-    def flush(self) -> None:
-        """Bring all ranks to the same weights; called before evaluation and checkpoints."""
+    def update(self, step: int, lr: float) -> None:
+        """Apply the gradient of `step`, and exchange what is due."""
+
+    def flush(self, step: int) -> None:
+        """Exchange what `step` has left open; called before evaluation and periodic checkpoints."""
+
+    def synced(self) -> AbstractContextManager[None]:
+        """Inside it the model has the same weights on every rank; entered after `flush`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank holds, weights included; asked for where `ranks_differ`."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
 
 
 def learning_rate(step: int, peak: float, config: TrainingConfig) -> float:
@@ -111,23 +128,18 @@ class Loop:
         Raises `NonFiniteError` before a bad step reaches the weights, `Preempted` after a stop.
         """
         config, comm = self.config, self.comm
-        state: dict[str, Any] = {
-            "comm": comm.state_dict(),
-            "loss": 0.0,
-            "held_out": {},
-            "busy": 0.0,
-        }
+        noted = self._noted(0.0, {})
         self.method.prepare(self._microbatches(0)[0])
-        resumed, saved = self.checkpoints.load(self.model, self.method.optimizer)
-        state |= saved
+        resumed, saved = self._restore()
+        noted |= saved
         rows = None
         if comm.rank == 0:
             rows = metrics.MetricsLog(self.run_dir / "metrics.jsonl", resumed)
             log.info("training from step %d of %d", resumed, config.steps)
         self.elapsed_before = comm.broadcast_object(rows.elapsed if rows else None, src=0)
-        comm.load_state_dict(state["comm"])  # start-up exchanges are not the method's: not counted
-        loss, held_out = state["loss"], state["held_out"]
-        self.throughput.seconds_in_all = state["busy"]
+        comm.load_state_dict(noted["comm"])  # start-up exchanges are not the method's: not counted
+        loss, held_out = noted["loss"], noted["held_out"]
+        self.throughput.seconds_in_all = noted["busy"]
         self.method.module.train()  # a loaded model is in evaluation mode
         for step in range(resumed + 1, config.steps + 1):
             begun = time.perf_counter()
@@ -137,27 +149,47 @@ class Loop:
             if evaluated or self._due(step, config.log_every):
                 row = self._row(step, loss, norm, lr)
                 if evaluated:
-                    held_out = self.evaluate()
+                    held_out = self.evaluate(step)
                     row |= held_out
                 if rows:
                     rows.append(row)
                     log.info(metrics.sentence(row, config.steps))
-            if stopping or self._due(step, config.checkpoint_every):
-                self.method.flush()
-                state = {
-                    "comm": comm.state_dict(),
-                    "loss": loss,
-                    "held_out": held_out,
-                    "busy": self.throughput.seconds_in_all,
-                }
-                self.checkpoints.save(step, self.model, self.method.optimizer, state)
+            periodic = self._due(step, config.checkpoint_every)
+            if periodic:
+                self.method.flush(step)
+            if stopping or periodic:  # a stop changes nothing: what is open stays open
+                self._save(step, self._noted(loss, held_out))
             if stopping and step < config.steps:
                 raise Preempted(f"stopped after step {step}; its checkpoint is written")
         return self._result(loss, held_out)
 
-    def evaluate(self) -> dict[str, float]:
+    def _noted(self, loss: float, held_out: dict[str, float]) -> dict[str, Any]:
+        """What a checkpoint holds beside the method's state; plain values, equal on all ranks."""
+        return {
+            "comm": self.comm.state_dict(),
+            "loss": loss,
+            "held_out": held_out,
+            "busy": self.throughput.seconds_in_all,
+        }
+
+    def _restore(self) -> tuple[int, dict[str, Any]]:
+        """The step of the newest checkpoint, restored, and what `_save` noted beside it."""
+        if not self.method.ranks_differ:
+            return self.checkpoints.load(self.model, self.method.optimizer)
+        step, own, noted = self.checkpoints.load_own()
+        if own:
+            self.method.load_state_dict(own)
+        return step, noted
+
+    def _save(self, step: int, noted: dict[str, Any]) -> None:
+        if self.method.ranks_differ:
+            self.checkpoints.save_own(step, self.method.state_dict(), noted)
+        else:
+            self.checkpoints.save(step, self.model, self.method.optimizer, noted)
+
+    def evaluate(self, step: int) -> dict[str, float]:
         """Loss in nats per token, perplexity and bits per byte on the fixed held-out set."""
-        self.method.flush()
+        self.method.flush(step)
         self.model.eval()
         totals = torch.zeros(3, dtype=torch.float64, device=self.comm.device)  # nats, tokens, bytes
         batches = data.evaluation_batches(
@@ -169,7 +201,7 @@ class Loop:
             rank=self.comm.rank,
             world_size=self.comm.world_size,
         )
-        with torch.no_grad():
+        with torch.no_grad(), self.method.synced():
             for batch in batches:
                 tokens = batch.to(self.comm.device)
                 totals[0] += self._loss(self.model, tokens, "sum")
@@ -196,15 +228,28 @@ class Loop:
                 (loss * torch.where(torch.isfinite(loss), 1.0, torch.nan)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         norm = self.method.gradient_norm()
-        asked = torch.full_like(total, self.stop_requested())
-        control = torch.stack((total / self.comm.world_size, asked, (~norm.isfinite()).float()))
-        self.comm.all_reduce(control, tag="control")
-        mean_loss, stopping, bad = control.tolist()
-        if bad:
-            raise NonFiniteError(self._diagnose(step, microbatches))
         lr = learning_rate(step, self.peak_lr, self.config)
-        self.method.update(lr)
-        return mean_loss, norm.item(), lr, stopping > 0
+        stopping = False
+        if self._meets(step):
+            asked = torch.full_like(total, self.stop_requested())
+            size = self.comm.world_size
+            control = torch.stack((total / size, norm / size, asked, (~norm.isfinite()).float()))
+            self.comm.all_reduce(control, tag="control")
+            total, norm, stops, bad = control.unbind()
+            if bad:
+                raise NonFiniteError(self._diagnose(step, microbatches))
+            stopping = bool(stops)
+        elif not norm.isfinite():  # the others learn of it from the launcher
+            finding = self._finding(microbatches) or "the gradient's norm overflows float32"
+            raise NonFiniteError(f"step {step}: rank {self.comm.rank}: {finding}")
+        self.method.update(step, lr)
+        return total.item(), norm.item(), lr, stopping
+
+    def _meets(self, step: int) -> bool:
+        """Whether the ranks exchange their losses and wishes at `step`."""
+        config = self.config
+        every = (config.log_every, config.eval_every, config.checkpoint_every)
+        return self.method.meets(step) or any(self._due(step, each) for each in every)
 
     def _microbatches(self, index: int) -> list[Tensor]:
         """This rank's part of global batch `index`, int64 `[batch, tokens + 1]` each."""
@@ -227,13 +272,22 @@ class Loop:
         return token_loss(scores, tokens[:, 1:], reduction)
 
     def _diagnose(self, step: int, microbatches: list[Tensor]) -> str:
-        """Which rank and parameter went wrong; redoes the step's backward without any exchange."""
-        finding = ""
+        """Which rank and parameter went wrong."""
+        gathered = self.comm.gather_objects(self._finding(microbatches))
+        everyone: list[str] = self.comm.broadcast_object(gathered, src=0)
+        for rank, text in enumerate(everyone):
+            if text:
+                return f"step {step}: rank {rank}: {text}"
+        return f"step {step}: the sum of all ranks' gradients overflows float32"
+
+    def _finding(self, microbatches: list[Tensor]) -> str:
+        """What of this rank is not finite, or nothing; redoes the step's backward on its own."""
+        findings = []
         self.model.zero_grad(set_to_none=True)
         for tokens in microbatches:
             loss = self._loss(self.model, tokens)
             if not torch.isfinite(loss):
-                finding = f"loss is {loss.item()}"
+                findings = [f"loss is {loss.item()}"]
                 loss = loss * torch.nan
             loss.backward()  # type: ignore[no-untyped-call]
         bad = [
@@ -243,15 +297,10 @@ class Loop:
         ]
         weights = [n for n, p in self.model.named_parameters() if not torch.isfinite(p).all()]
         if weights:
-            finding += f"{', ' if finding else ''}parameter {weights[0]} is not finite"
+            findings.append(f"parameter {weights[0]} is not finite")
         elif bad:
-            finding += f"{', ' if finding else ''}gradient of {bad[0]} is not finite"
-        gathered = self.comm.gather_objects(finding)
-        everyone: list[str] = self.comm.broadcast_object(gathered, src=0)
-        for rank, text in enumerate(everyone):
-            if text:
-                return f"step {step}: rank {rank}: {text}"
-        return f"step {step}: the sum of all ranks' gradients overflows float32"
+            findings.append(f"gradient of {bad[0]} is not finite")
+        return ", ".join(findings)
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.config.steps

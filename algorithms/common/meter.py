@@ -76,6 +76,12 @@ class Meter:
     def load_state_dict(self, state: dict[str, dict[str, int]]) -> None:
         self.counters = {tag: Counter(**values) for tag, values in state.items()}
 
+    def add(self, other: Meter) -> None:
+        """Count here too what `other` has counted."""
+        for tag, counter in other.counters.items():
+            self._count(tag, counter.payload_bytes, counter.wire_bytes)
+            self.counters[tag].calls += counter.calls - 1
+
     def _count(self, tag: str, payload_bytes: int, wire_bytes: int) -> None:
         counter = self.counters.setdefault(tag, Counter())
         counter.payload_bytes += payload_bytes

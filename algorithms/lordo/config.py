@@ -2,19 +2,154 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
-from algorithms.common.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
+from algorithms.common.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    require,
+)
+
+Wire = Literal["fp32", "bf16", "int8", "int4", "top_k"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankConfig(Config):
+    """Which weights have low-rank moments, and how their projection and update are made.
+
+    `lordo_ns` reads rank, projection, compute and parameters, `lowrank_ddp` rank, error_feedback
+    and parameters; the others must stay as they are there.
+    """
+
+    rank: int
+    """Rows of the moments; where a matrix has fewer, all of them."""
+    projection: Literal["global", "local", "frozen", "random"] = "global"
+    """global: from the averaged pseudo-gradient at every sync. local: from each worker's own
+    gradients at every step. frozen: from the averaged first gradient, never again. random: drawn
+    anew at every sync, from a seed that the workers share."""
+    compute: Literal["svd", "power", "dct"] = "svd"
+    """How the leading directions are found: exactly, by one warm power iteration, or by choosing
+    columns of a fixed cosine basis."""
+    qhm: Literal["none", "low_rank", "full_rank"] = "full_rank"
+    """Which part of the gradient enters the step beside the momentum."""
+    omega: float = 0.7
+    """Share of the momentum in the step; 1 - omega is that of the gradient."""
+    mu: float = 1.0
+    """Divides the full-rank term."""
+    scaling: Literal["column", "scalar", "energy", "lift"] = "column"
+    """What stands for the second moment of a full-rank gradient."""
+    error_feedback: bool = False
+    """Keep what the projection drops and add it to the next gradient."""
+    parameters: list[str] = field(default_factory=list)
+    """Glob patterns of weight names; empty: the matrices of attention and MLP."""
+
+    def __post_init__(self) -> None:
+        require(self.rank > 0, "rank", "must be positive")
+        require(0 <= self.omega <= 1, "omega", "must be in [0, 1]")
+        require(0 < self.mu < math.inf, "mu", "must be positive and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig(Config):
+    """How often workers exchange what, and how the average enters the weights."""
+
+    every: int
+    """K_x: steps between exchanges of weights."""
+    momentum_every: int = 0
+    """K_u: steps between exchanges of first moments; 0: never."""
+    variance_every: int = 0
+    """K_v: steps between exchanges of second moments; 0: never."""
+    outer: Literal["average", "nesterov"] = "average"
+    """How the mean pseudo-gradient enters: as it is, or by SGD with Nesterov momentum."""
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    outer_state: Literal["fp32", "int8"] = "fp32"
+    """How the outer momentum is kept."""
+    wire: Wire = "fp32"
+    """Code of the pseudo-gradient, in both directions."""
+    residual: Literal["none", "weights", "buffer"] = "none"
+    """Where a worker keeps what the code lost: nowhere, in its weights, or in a buffer."""
+    delay: int = 0
+    """A round's exchange may take this many steps of the next round; 0: wait for it."""
+    timeout_s: float = 600.0
+    """Longest wait for another worker."""
+
+    def __post_init__(self) -> None:
+        require(self.every > 0, "every", "must be positive")
+        for name in ("momentum_every", "variance_every", "delay"):
+            require(getattr(self, name) >= 0, name, "must not be negative")
+        require(self.delay < self.every, "delay", f"must be below every ({self.every})")
+        for name in ("momentum_every", "variance_every"):
+            together = self.delay == 0 or getattr(self, name) % self.every == 0
+            require(together, name, f"with a delay it must be a multiple of every ({self.every})")
+        require(0 < self.outer_lr < math.inf, "outer_lr", "must be positive and finite")
+        require(0 <= self.outer_momentum < 1, "outer_momentum", "must be in [0, 1)")
+        nesterov = self.outer == "nesterov"
+        plain = self.outer_momentum == 0 and self.outer_lr == 1 and self.outer_state == "fp32"
+        require(nesterov or plain, "outer", "average takes no outer_lr, _momentum or _state")
+        lossy = self.wire != "fp32"
+        require(lossy or self.residual == "none", "residual", "the fp32 wire loses nothing")
+        require(0 < self.timeout_s < math.inf, "timeout_s", "must be positive and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmConfig(Config):
     """One way to train data-parallel; arms of a stage share tokens and evaluation."""
 
-    method: Literal["ddp"] = "ddp"
-    """ddp: AdamW on gradients averaged over all ranks at every step."""
+    method: Literal["ddp", "lowrank_ddp", "local"] = "ddp"
+    """ddp: gradients averaged over all ranks at every step. lowrank_ddp: their low-rank parts.
+    local: steps of each rank on its own, brought together by `sync`."""
+    inner: Literal["adamw", "lordo", "lordo_ns", "muon"] = "adamw"
+    """Optimizer of a rank's steps. lordo: Adam with low-rank moments. lordo_ns: orthogonalised
+    low-rank momentum. muon: orthogonalised full momentum."""
     optimizer: OptimizerConfig
+    momentum: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    """How lordo_ns (fp32, bf16) and muon (fp32, int8, int4) keep the momentum of matrices."""
+    low_rank: LowRankConfig | None = None
+    """For lowrank_ddp, and for local with an inner lordo or lordo_ns."""
+    sync: SyncConfig | None = None
+    """For local."""
+
+    def __post_init__(self) -> None:
+        local = self.method == "local"
+        require(
+            local == (self.sync is not None), "sync", "goes with method local, and only with it"
+        )
+        inners = {"ddp": ("adamw", "muon"), "lowrank_ddp": ("adamw",)}.get(self.method)
+        known = inners is None or self.inner in inners
+        require(known, "inner", f"must be {' or '.join(inners or ())} with method {self.method}")
+        thin = self.method == "lowrank_ddp" or self.inner in ("lordo", "lordo_ns")
+        require(
+            thin == (self.low_rank is not None),
+            "low_rank",
+            "goes with lowrank_ddp, lordo and lordo_ns, and only with them",
+        )
+        self._require_unread_defaults()
+        kinds = {"lordo_ns": ("fp32", "bf16"), "muon": ("fp32", "int8", "int4")}
+        kept = kinds.get(self.inner, ("fp32",))
+        require(self.momentum in kept, "momentum", f"must be {', '.join(kept)} with {self.inner}")
+
+    def _require_unread_defaults(self) -> None:
+        """Settings of `low_rank` that the method does not read must not look as if they counted."""
+        low_rank = self.low_rank
+        if low_rank is None or (self.method == "local" and self.inner == "lordo"):
+            return
+        if self.method == "lowrank_ddp":
+            who, read = "lowrank_ddp", {"rank", "error_feedback", "parameters"}
+        else:
+            who, read = self.inner, {"rank", "projection", "compute", "parameters"}
+            required = low_rank.projection != "local"
+            require(
+                required, "low_rank.projection", "must be global, frozen or random with lordo_ns"
+            )
+        plain = LowRankConfig(rank=low_rank.rank)
+        for name, value in low_rank.to_dict().items():
+            unset = name in read or value == getattr(plain, name)
+            require(unset, f"low_rank.{name}", f"has no effect with {who}")
 
 
 @dataclass(frozen=True, kw_only=True)

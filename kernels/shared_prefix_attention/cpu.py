@@ -135,19 +135,19 @@ class _Attention(torch.autograd.Function):
         )
         own = own_run(key, value, fold, options.window, grads)
         own_rows = _Rows(*map(fold.own, rows))
-        query_grad = fold.unfold_own(_backward(own_rows, own, options))
+        grad_query = fold.unfold_own(_backward(own_rows, own, options))
         if runs := prefix_runs(ctx.prefix, fold, options.window):
             # Of a single sequence the rows are the same.
             shared = own_rows if fold.batch == 1 else _Rows(*map(fold.shared, rows))
             for run in runs:
-                query_grad = query_grad + fold.unfold_shared(_backward(shared, run, options))
+                grad_query = grad_query + fold.unfold_shared(_backward(shared, run, options))
 
         sinks_grad = None
         if sinks is not None:
             mass = (_logits(sinks, fold, lse.dtype).flatten(1, 2) - lse).exp_()
             sinks_grad = mass.mul_(delta).sum((0, 2, 3)).neg_().to(sinks.dtype)
         return (
-            query_grad.flatten(1, 2).to(query.dtype),
+            grad_query.flatten(1, 2).to(query.dtype),
             grads[0].view(key.shape).to(key.dtype),
             grads[1].view(value.shape).to(value.dtype),
             sinks_grad,

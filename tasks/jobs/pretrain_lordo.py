@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 -m tasks.jobs.pretrain_lordo CONFIG.jso
 CONFIG.json is a `JobConfig`; everything the job writes lies beside it.
 """
 
+from datetime import timedelta
 from pathlib import Path
 
 from tasks.jobs import entry
@@ -18,12 +19,14 @@ def run(config_path: Path) -> None:
     from algorithms.common.errors import InputError
     from algorithms.common.files import read_json, write_json
     from algorithms.common.loop import Loop
-    from algorithms.lordo.baselines import METHODS
+    from algorithms.lordo import methods
     from algorithms.lordo.config import JobConfig
 
     config = from_dict(JobConfig, read_json(config_path))
     training, run_dir, tokens_dir = config.training, config_path.parent, Path(config.tokens_dir)
-    comm = communication.init(training.backend)
+    sync = config.arm.sync
+    patience = {} if sync is None else {"timeout": timedelta(seconds=sync.timeout_s)}
+    comm = communication.init(training.backend, **patience)
     if comm.world_size != training.ranks:
         raise InputError(
             f"{config_path}: training.ranks is {training.ranks}, torchrun started {comm.world_size}"
@@ -41,11 +44,12 @@ def run(config_path: Path) -> None:
         end_of_text=shards.end_of_text,
         seed=training.seed,
     ).to(comm.device)
+    method = methods.build(decoder, config.arm, comm, seed=training.seed)
     loop = Loop(
         training,
         peak_lr=config.arm.optimizer.lr,
         model=decoder,
-        method=METHODS[config.arm.method](decoder, config.arm.optimizer, comm),
+        method=method,
         tokens_dir=tokens_dir,
         run_dir=run_dir,
         comm=comm,
@@ -54,8 +58,9 @@ def run(config_path: Path) -> None:
     result = loop.run()
     if comm.rank == 0:
         result["timing"]["oversubscribed"] = facts["oversubscribed"]
-        result["weights_sha256"] = model.weights_sha256(decoder)
-        model.save(decoder, tokens_dir, run_dir / "model")
+        with method.synced():
+            result["weights_sha256"] = model.weights_sha256(decoder)
+            model.save(decoder, tokens_dir, run_dir / "model")
         write_json(run_dir / "result.json", result)
     comm.barrier()
     communication.shutdown(comm)

@@ -16,6 +16,9 @@ from algorithms.common.files import read_json
 from tests.project import Project
 
 DDP = "pretrain_lordo/ddp"
+LORDO = "pretrain_lordo/lordo_global"
+NS = "pretrain_lordo/lordo_ns"
+STUDY = ("experiment", "--study", "lordo")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,15 @@ def finished(tmp_path_factory):
     return project, done
 
 
+@pytest.fixture(scope="module")
+def studied(finished):
+    """The same project after the study, with what that printed."""
+    project, _ = finished
+    done = project.flows(*STUDY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project, done
+
+
 def query(project, database, sql):
     with sqlite3.connect(project.root / database) as connection:
         return connection.execute(sql).fetchall()
@@ -34,22 +46,23 @@ def query(project, database, sql):
 
 def test_it_ends_with_the_table_and_where_to_look(finished):
     project, done = finished
-    for text in ("Arms", "ddp", "bits/byte", "device-hours", "payload"):
+    for text in ("Arms", "ddp", "lordo_global", "bits/byte", "device-hours", "payload"):
         assert text in done.stdout
     assert "report:  reports/index.html" in done.stdout
     assert "mlflow ui --host 127.0.0.1" in done.stdout
     assert "prefect server start --host 127.0.0.1" in done.stdout
-    assert (project.root / "reports" / "index.html").is_file()
+    assert (project.root / "reports" / "loss_bytes.png").is_file()
+    assert set(read_json(project.root / "reports" / "summary.json")) == {DDP, LORDO}
 
 
 def test_dvc_and_git_see_no_change_but_the_lock(finished):
     project, _ = finished
-    assert "up to date" in project.dvc("status").stdout
+    assert "up to date" in project.dvc("status", "dvc.yaml").stdout
     assert project.git("status", "--porcelain").strip() == "?? dvc.lock"
     repro = project.dvc("repro")
     assert repro.returncode == 0, repro.stderr
     assert "didn't change, skipping" in repro.stdout
-    assert "Running stage" not in repro.stdout
+    assert "Running stage" not in repro.stdout, "nor a stage of the study"
 
 
 def test_run_again_it_says_in_seconds_that_all_is_up_to_date(finished):
@@ -57,7 +70,8 @@ def test_run_again_it_says_in_seconds_that_all_is_up_to_date(finished):
     begun = time.perf_counter()
     done = project.flows("experiment")
     assert done.returncode == 0
-    assert "up to date: corpus, tokens, pretrain_lordo@ddp, report" in done.stdout
+    arms = "pretrain_lordo@ddp, pretrain_lordo@lordo_global"
+    assert f"up to date: corpus, tokens, {arms}, report" in done.stdout
     assert "Arms" in done.stdout
     assert time.perf_counter() - begun < 15
 
@@ -83,6 +97,8 @@ def test_what_repeats_is_tracked_and_what_does_not_is_beside_it(finished):
     assert quality["tokens"] == 12 * 8 * 16
     assert quality["steps"] == 12
     assert quality["payload_bytes"] >= 4 * quality["parameters"] * 12
+    thin = read_json(project.root / "metrics" / LORDO / "quality.json")
+    assert 0 < thin["payload_bytes"] < quality["payload_bytes"]
     assert timing["device_hours"] == pytest.approx(2 * timing["seconds"] / 3600)
     lock = (project.root / "dvc.lock").read_text()
     assert "quality.json" in lock and "curve.json" in lock and "timing.json" not in lock
@@ -92,13 +108,14 @@ def test_what_repeats_is_tracked_and_what_does_not_is_beside_it(finished):
 def test_prefect_has_the_artifacts_and_the_log_of_rank_0(finished):
     project, _ = finished
     artifacts = dict(query(project, ".prefect/prefect.db", "SELECT key, data FROM artifact"))
-    assert {"arms", "summary", "mlflow-ddp"} <= set(artifacts)
+    assert {"arms", "summary", "mlflow-ddp", "mlflow-lordo-global"} <= set(artifacts)
     assert "ddp" in artifacts["arms"] and "bits/byte" in artifacts["arms"]
     assert "/runs/" in artifacts["mlflow-ddp"]
     messages = [m for (m,) in query(project, ".prefect/prefect.db", "SELECT message FROM log")]
     assert any(m.startswith("step 12/12  loss ") for m in messages)
     states = query(project, ".prefect/prefect.db", "SELECT name, state_type FROM flow_run")
-    assert {name for name, _ in states} == {"experiment", "prepare", "pretrain ddp", "report"}
+    flows = {"experiment", "prepare", "pretrain ddp", "pretrain lordo_global", "report"}
+    assert {name for name, _ in states} == flows
     assert {state for _, state in states} == {"COMPLETED"}
     versions = query(project, ".prefect/prefect.db", "SELECT task_version FROM task_run")
     assert ("1",) in versions
@@ -110,6 +127,7 @@ def test_mlflow_has_the_tree_the_names_and_the_tags(finished):
     assert {(name, status) for _, name, status in runs} == {
         ("experiment", "FINISHED"),
         ("ddp", "FINISHED"),
+        ("lordo_global", "FINISHED"),
     }
     ids = {name: run for run, name, _ in runs}
     tags = dict(
@@ -161,12 +179,50 @@ def test_an_override_leaves_what_is_tracked_alone(finished):
     assert read_json(place / "metrics" / DDP / "quality.json")["steps"] == 3
     assert read_json(project.root / "metrics" / DDP / "quality.json")["steps"] == 12
     assert (project.root / "dvc.lock").read_text() == before
+    assert "up to date" in project.dvc("status", "dvc.yaml").stdout
+
+
+@pytest.mark.slow
+def test_a_study_trains_its_arms_after_the_others_and_compares_all(studied):
+    project, done = studied
+    log = done.stdout + done.stderr
+    for name in ("tokens", "pretrain_lordo@ddp", "pretrain_lordo@lordo_global", "report"):
+        assert f"{name}: up to date" in log
+    assert "report:  studies/lordo/reports/index.html" in done.stdout
+    here = project.root / "studies" / "lordo"
+    assert set(read_json(here / "reports" / "summary.json")) == {DDP, LORDO, NS}
+    assert set(read_json(project.root / "reports" / "summary.json")) == {DDP, LORDO}
+    assert AutoTokenizer.from_pretrained(here / "models" / NS).vocab_size == 300
+    assert "up to date" in project.dvc("status").stdout
+    changes = project.git("status", "--porcelain", "studies")
+    assert changes.strip() == "?? studies/lordo/dvc.lock"
+    sql = "SELECT value FROM tags WHERE key = 'dvc_stage'"
+    stages = {value for (value,) in query(project, ".mlflow/mlflow.db", sql)}
+    assert "studies/lordo/dvc.yaml:pretrain_lordo@lordo_ns" in stages
+    artifacts = query(project, ".prefect/prefect.db", "SELECT key FROM artifact")
+    assert {"arms-lordo", "summary-lordo", "mlflow-lordo-ns"} <= {key for (key,) in artifacts}
+
+
+@pytest.mark.slow
+def test_a_study_again_is_up_to_date_and_takes_overrides(studied):
+    project, _ = studied
+    again = project.flows(*STUDY)
+    assert "up to date: corpus, tokens" in again.stdout and again.returncode == 0
+    assert "lordo_ns" in again.stdout
+    arm = ("pretrain", "--arm", "lordo_ns")
+    assert "up to date: corpus, tokens" in project.flows(*arm).stdout
+    before = (project.root / "studies" / "lordo" / "dvc.lock").read_text()
+    done = project.flows(*arm, "--plain", "--set", "pretrain_lordo.study.lordo_ns.sync.every=6")
+    assert done.returncode == 0, done.stderr
+    [metrics] = (project.root / "runs" / "set").glob(f"*/studies/lordo/metrics/{NS}")
+    assert (metrics / "quality.json").is_file()
+    assert (project.root / "studies" / "lordo" / "dvc.lock").read_text() == before
     assert "up to date" in project.dvc("status").stdout
 
 
 @pytest.mark.slow
-def test_a_changed_param_reruns_only_what_depends_on_it(finished):
-    project, _ = finished
+def test_a_changed_param_reruns_only_what_depends_on_it(studied):
+    project, _ = studied
     project.git("add", "-A")
     project.git("commit", "-qm", "first results")
     tokens = (project.root / "data" / "tokens" / "MANIFEST.json").stat().st_mtime_ns
@@ -178,29 +234,39 @@ def test_a_changed_param_reruns_only_what_depends_on_it(finished):
     log = done.stdout + done.stderr
     assert "tokens: up to date" in log
     assert "pretrain_lordo@ddp: params.yaml: pretrain_lordo.arms.ddp changed" in log
-    assert "up to date" in project.dvc("status").stdout
+    assert "pretrain_lordo@lordo_global: up to date" in log
+    assert "up to date" in project.dvc("status", "dvc.yaml").stdout
+    study = project.dvc("status").stdout
+    assert "studies/lordo/dvc.yaml:report" in study and "lordo_ns" not in study
 
 
 @pytest.mark.slow
-def test_dvc_repro_from_nothing_gives_the_same_outputs(finished, tmp_path):
-    """In another folder, from a bare shell: equal hashes of all outputs in dvc.lock."""
-    experiment, _ = finished
+def test_dvc_repro_from_nothing_gives_the_same_outputs(studied, tmp_path):
+    """In another folder, from a bare shell: equal hashes of all outputs in both locks."""
+    experiment, _ = studied
     other = Project(tmp_path / "other")
     done = other.dvc("repro")
     assert done.returncode == 0, done.stdout + done.stderr
-    first = experiment.git("show", "HEAD:dvc.lock") if _committed(experiment) else _lock(experiment)
-    assert _outs(_lock(other)) == _outs(first)
+    assert _outs(_lock(other)) == _outs(_first_lock(experiment))
     assert other.git("status", "--porcelain").split() == ["A", "dvc.lock"]  # DVC stages its lock
     assert (other.root / "metrics" / DDP / "timing.json").is_file()
     assert "up to date: corpus" in other.flows("experiment").stdout
+    done = other.dvc("repro", "studies/lordo/dvc.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lock = "studies/lordo/dvc.lock"
+    assert _outs(_lock(other, lock)) == _outs(_first_lock(experiment, lock))
+    assert other.git("status", "--porcelain").split() == ["A", "dvc.lock", "A", lock]
+    assert "up to date: corpus" in other.flows(*STUDY).stdout
 
 
-def _lock(project):
-    return (project.root / "dvc.lock").read_text()
+def _lock(project, name="dvc.lock"):
+    return (project.root / name).read_text()
 
 
-def _committed(project):
-    return "dvc.lock" in project.git("ls-files")
+def _first_lock(project, name="dvc.lock"):
+    """As it was before a test changed params.yaml, which it committed first."""
+    committed = name in project.git("ls-files")
+    return project.git("show", f"HEAD:{name}") if committed else _lock(project, name)
 
 
 def _outs(lock):

@@ -39,7 +39,9 @@ def test_help_answers_in_under_a_second_and_explains_each_flow():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["pretrain", "--arm", "dpp"], "no arm 'dpp' in params.yaml; known arms: ddp"),
+        (["pretrain", "--arm", "dpp"], "no arm 'dpp' in params.yaml; known arms: ddp, "),
+        (["experiment", "--study", "ddp"], "no study 'ddp' in params.yaml; known studies: lordo"),
+        (["report", "--study", "", "--plain"], "no study '' in params.yaml; known studies: lordo"),
         (["pretrain", "--arm", "ddp", "--set", "model.hiden_size=3"], "did you mean 'hidden_size'"),
         (["prepare", "--set", "tokens.vocab_size"], "--set tokens.vocab_size: must be key=value"),
         (["experiment", "--profile", "tpu"], "params.tpu.yaml: no such file"),

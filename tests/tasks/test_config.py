@@ -39,6 +39,9 @@ def test_numbers_are_read_as_dvc_reads_them():
             "training.backend: input should be 'gloo' or 'nccl'",
         ),
         ("pretrain_lordo.arms={}", "pretrain_lordo.arms: must name at least one arm"),
+        ("pretrain_lordo.study.ddp={optimizer: {lr: 1}}", "study.ddp: arms has one of that name"),
+        ("pretrain_lordo.study={a/b: {optimizer: {lr: 1}}}", "study.'a/b': a name has"),
+        ("pretrain_lordo.study=null", "pretrain_lordo.study: input should be an object"),
         ("pretrain_lordo.arms.ddp.optimizer.lr=.nan", "optimizer.lr: must be positive"),
         ("tokens.vocab_size=5", "tokens.vocab_size: must be at least 257"),
         ("tokens=null", "tokens: input should be an object"),
@@ -150,5 +153,13 @@ def test_a_missing_key_is_named(tmp_path):
 
 
 def test_an_unknown_arm_is_named_with_the_known_ones():
-    with pytest.raises(InputError, match="no arm 'dpp' in params.yaml; known arms: ddp"):
+    with pytest.raises(InputError, match="no arm 'dpp' in params.yaml; known arms: ddp, .*muloco$"):
         load_params().stage_of("dpp")
+
+
+def test_arms_of_a_study_are_arms_like_the_others():
+    params = load_params()
+    assert params.studies == {"lordo": "pretrain_lordo"}
+    assert params.stage_of("muloco") == params.stage_of("ddp") == "pretrain_lordo"
+    assert {"ddp", "muloco"} <= set(params.pretrain_lordo.all_arms)
+    assert load_params(overrides=["pretrain_lordo.study={}"]).studies == {}

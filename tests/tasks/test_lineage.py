@@ -98,6 +98,28 @@ def test_reasons_are_words_and_recording_ends_them(
     assert lineage.stale("corpus", root=root) == ["data/corpus is modified"]
 
 
+def test_a_stage_of_a_study_is_addressed_by_its_file(made: Project) -> None:
+    root, file = made.root, "studies/lordo/dvc.yaml"
+    arm = f"{file}:pretrain_lordo@lordo_ns"
+    for name in ("models/pretrain_lordo/lordo_ns/config", "metrics/pretrain_lordo/lordo_ns/curve"):
+        path = root / "studies" / "lordo" / f"{name}.json"
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    (path.parent / "quality.json").write_text("{}")
+    assert "params.yaml is new" in lineage.stale(arm, root=root)
+    lineage.record(arm, root=root)
+    assert lineage.stale(arm, root=root) == []
+    assert "lordo_ns" in (root / "studies" / "lordo" / "dvc.lock").read_text()
+    assert "lordo_ns" not in (root / "dvc.lock").read_text()
+    made.set("momentum: bf16", "momentum: fp32")
+    reason = "params.yaml: pretrain_lordo.study.lordo_ns changed"
+    assert lineage.stale(arm, root=root) == [reason]
+    both = lineage.stale(arm, f"{file}:report", root=root)
+    assert reason in both and "studies/lordo/reports/summary.json is deleted" in both
+    with pytest.raises(InputError, match="^dvc.yaml: .*nonsense"):
+        lineage.stale(f"{file}:pretrain_lordo@nonsense", root=root)
+
+
 def test_an_unknown_stage_and_no_repository_are_one_line(made: Project, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="^dvc.yaml: .*nonsense"):
         lineage.stale("nonsense", root=made.root)
@@ -121,8 +143,10 @@ def test_one_process_at_a_time_makes_a_stage(locks: Path, caplog: pytest.LogCapt
     with holder(HOLD_STAGE, str(locks)) as other:
         with lineage.stage_lock("corpus", Workspace()):
             assert other.poll() is None, "another stage is free"
+        with lineage.stage_lock("studies/x/dvc.yaml:tokens", Workspace()):
+            assert other.poll() is None, "so is that of a study"
         with lineage.stage_lock("tokens", Workspace(locks / "set" / "0123")):
-            assert other.poll() is None, "so is the stage of another place"
+            assert other.poll() is None, "and the stage of another place"
         assert caplog.messages == []
         assert other.stdin is not None and other.stdout is not None
         other.stdin.write("go on\n")

@@ -9,6 +9,7 @@ import torch
 from algorithms.common.checkpoint import Checkpoints
 from algorithms.common.comm import Comm
 from algorithms.common.errors import InputError
+from tests.distributed import RankError
 
 ALONE = Comm(None, torch.device("cpu"))
 
@@ -130,3 +131,52 @@ def save_and_load(comm, folder):
 def test_all_ranks_restore_the_same(ranks, tmp_path, world_size):
     results = ranks.run(save_and_load, tmp_path, world_size=world_size)
     assert results == [(1, {"rank": "all"}, True)] * world_size
+
+
+def own_state(rank):
+    return {
+        "weights": torch.full((3, rank + 1), float(rank)),
+        "optimizer": {0: {"step": torch.tensor(7.0), "betas": (0.9, 1 / 3)}},
+        "phase": rank,
+    }
+
+
+def save_and_load_own(comm, folder):
+    checkpoints = Checkpoints(folder, 2, comm)
+    checkpoints.save_own(4, own_state(comm.rank), {"loss": 0.1})
+    return checkpoints.load_own()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_each_rank_gets_back_its_own_state(ranks, tmp_path, world_size):
+    found = ranks.run(save_and_load_own, tmp_path, world_size=world_size)
+    for rank, (step, own, noted) in enumerate(found):
+        expected = own_state(rank)
+        assert (step, noted, own["phase"]) == (4, {"loss": 0.1}, rank)
+        assert torch.equal(own["weights"], expected["weights"])
+        assert own["optimizer"][0]["betas"] == (0.9, 1 / 3)
+        assert torch.equal(own["optimizer"][0]["step"], torch.tensor(7.0))
+
+
+def load_own(comm, folder):
+    return Checkpoints(folder, 2, comm).load_own()
+
+
+def test_a_rank_without_a_state_of_its_own_is_named(ranks, tmp_path):
+    ranks.run(save_and_load_own, tmp_path, world_size=1)
+    with pytest.raises(RankError, match="holds no state of rank 1"):
+        ranks.run(load_own, tmp_path, world_size=2)
+
+
+def test_without_a_checkpoint_there_is_no_own_state(tmp_path):
+    assert Checkpoints(tmp_path, 2, ALONE).load_own() == (0, {}, {})
+
+
+def test_a_damaged_own_checkpoint_is_passed_over(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 3, ALONE)
+    checkpoints.save_own(1, own_state(0), {})
+    checkpoints.save_own(2, own_state(1), {})
+    os.truncate(largest(tmp_path / "step_00000002"), 10)
+    step, own, _ = checkpoints.load_own()
+    assert step == 1
+    assert own["phase"] == 0

@@ -15,7 +15,7 @@ from algorithms.common import comm as communication
 from algorithms.common.comm import Comm, Op
 from algorithms.common.errors import InputError
 from algorithms.common.meter import Counter, all_reduce_wire_bytes
-from tests.distributed import RankPool
+from tests.distributed import RankError, RankPool
 from tests.reductions import assert_reduced, values
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -116,6 +116,38 @@ def test_reduce_scatter_and_all_gather_count_like_one_all_reduce(
     assert [counters["test"] for *_, counters in results] == [expected] * world_size
 
 
+def exchanged(comm: Comm, dtype: torch.dtype) -> tuple[Tensor, dict[str, Counter]]:
+    whole = values(comm.rank, 2, 3 * comm.world_size, dtype=dtype).t()
+    output = torch.zeros(6 * comm.world_size, 2, dtype=dtype)[::2]
+    comm.all_to_all(output, whole, "test")
+    comm.all_gather(output[:3], "test")
+    comm.all_to_all(output[:0], whole[:0], "nothing")
+    return output, comm.counters
+
+
+@WORLDS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
+def test_all_to_all_counts_like_reduce_scatter(
+    ranks: RankPool, world_size: int, dtype: torch.dtype
+) -> None:
+    held = [values(r, 2, 3 * world_size, dtype=dtype).t() for r in range(world_size)]
+    results = ranks.run(exchanged, dtype, world_size=world_size)
+    size = held[0].nbytes
+    for rank, (output, counters) in enumerate(results):
+        assert torch.equal(output, torch.cat([h[3 * rank : 3 * rank + 3] for h in held]))
+        assert counters["test"] == Counter(size, all_reduce_wire_bytes(size, world_size), 2)
+        assert counters["nothing"] == Counter(0, 0, 1)
+
+
+def uneven(comm: Comm) -> None:
+    comm.all_to_all(torch.empty(3, 2), torch.empty(3, 2), "test")
+
+
+def test_all_to_all_needs_equal_parts(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="3 rows cannot be cut into 2 equal parts"):
+        ranks.run(uneven, world_size=2)
+
+
 def broadcast(comm: Comm, src: int) -> tuple[Tensor, Counter]:
     tensor = values(comm.rank, 5, 3).t()
     comm.broadcast(tensor, src, "test")
@@ -209,6 +241,7 @@ def test_without_a_group_everything_is_the_identity() -> None:
         lambda: comm.broadcast(tensor, 0, "b"),
         lambda: comm.barrier(),
         lambda: comm.reduce_scatter(tensor, tensor.clone(), "a"),
+        lambda: comm.all_to_all(tensor, tensor.clone(), "a"),
         lambda: comm.all_gather_into(tensor, tensor.clone(), "a"),
     ]
     for operation in operations:
@@ -218,7 +251,7 @@ def test_without_a_group_everything_is_the_identity() -> None:
     assert comm.broadcast_object([1], src=0) == [1]
     assert comm.gather_objects("x") == ["x"]
     assert comm.wire_bytes == 0
-    assert comm.counters["a"] == Counter(96 * 2 + (96 + 32) + 0 + 96 + 96, 0, 6)
+    assert comm.counters["a"] == Counter(96 * 2 + (96 + 32) + 0 + 96 + 96, 0, 7)
 
 
 # init

@@ -15,7 +15,8 @@ from algorithms.common.errors import NonFiniteError, Preempted
 from algorithms.common.files import read_json
 from algorithms.common.loop import Loop, learning_rate
 from algorithms.common.metrics import read_rows
-from algorithms.lordo.baselines import DataParallel, adamw
+from algorithms.lordo import methods
+from algorithms.lordo.inner import adamw
 from tests import toys
 
 REPEATS = ("step", "tokens", "train/loss", "lr", "grad_norm", "comm/payload_bytes", "val/loss")
@@ -36,10 +37,10 @@ def build(training, tokens, comm, dtype=torch.float32):
     return decoder.to(dtype)
 
 
-def train(comm, tokens, run_dir, training, kill_at=None, stop_at=None, break_at=None):
+def train(comm, tokens, run_dir, training, kill_at=None, stop_at=None, break_at=None, arm=toys.DDP):
     """One attempt on one rank: `kill_at` raises in that step, `stop_at` asks rank 0 to stop."""
     decoder = build(training, tokens, comm)
-    method = DataParallel(decoder, toys.OPTIMIZER, comm)
+    method = methods.build(decoder, arm, comm, seed=0)
     step = 0
 
     def stop_requested():
@@ -170,7 +171,7 @@ def test_a_broken_weight_stops_all_ranks_before_a_checkpoint(ranks, tokens, tmp_
 def train_from_directory(comm, tokens, run_dir, training, folder, kill_at=None):
     """A GPT-2 with dropout, loaded from disk: such a model comes in evaluation mode."""
     decoder = model.build(ModelConfig(path=str(folder)), vocab_size=97, end_of_text=0, seed=0)
-    method = DataParallel(decoder, toys.OPTIMIZER, comm)
+    method = methods.build(decoder, toys.DDP, comm, seed=0)
     steps = 0
 
     def stop_requested():
@@ -224,7 +225,7 @@ def test_held_out_loss_is_that_of_the_plain_sum(tokens, tmp_path):
     training = toys.training(steps=1, warmup_steps=0, eval_every=1)
     decoder = build(training, tokens, None)
     alone = Comm(None, torch.device("cpu"))
-    method = DataParallel(decoder, toys.OPTIMIZER, alone)
+    method = methods.build(decoder, toys.DDP, alone, seed=0)
     loop = Loop(
         training,
         peak_lr=1.0,
@@ -234,7 +235,7 @@ def test_held_out_loss_is_that_of_the_plain_sum(tokens, tmp_path):
         run_dir=tmp_path,
         comm=alone,
     )
-    held_out = loop.evaluate()
+    held_out = loop.evaluate(0)
     shards = data.TokenShards(tokens, "val")
     windows = shards.read(np.arange(5) * shards.windows(16) // 5, 16)
     with torch.no_grad():

@@ -47,3 +47,13 @@ def test_metrics_totals_and_state() -> None:
     plain = comm.state_dict()["gradients"]
     assert plain == {"payload_bytes": 12, "wire_bytes": 0, "calls": 1}
     assert all(type(value) is int for value in plain.values())
+
+
+def test_add_counts_what_another_counted() -> None:
+    comm, other = Comm(None, ALONE), Comm(None, ALONE)
+    comm.all_reduce(torch.ones(3), "a")
+    for tag in "aab":
+        other.all_reduce(torch.ones(5), tag)
+    comm.add(other)
+    assert comm.counters == {"a": Counter(52, 0, 3), "b": Counter(20, 0, 1)}
+    assert other.counters["a"] == Counter(40, 0, 2)

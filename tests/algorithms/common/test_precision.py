@@ -7,7 +7,7 @@ from algorithms.common import data, model
 from algorithms.common.comm import Comm
 from algorithms.common.loop import Loop
 from algorithms.common.metrics import read_rows
-from algorithms.lordo.baselines import DataParallel
+from algorithms.lordo import methods
 from tests import toys
 
 ALONE = Comm(None, torch.device("cpu"))
@@ -21,7 +21,7 @@ def train(tokens, run_dir, precision):
     decoder = model.build(
         toys.MODEL, vocab_size=shards.vocab_size, end_of_text=shards.end_of_text, seed=0
     )
-    method = DataParallel(decoder, toys.OPTIMIZER, ALONE)
+    method = methods.build(decoder, toys.DDP, ALONE, seed=0)
     loop = Loop(
         training,
         peak_lr=toys.OPTIMIZER.lr,

@@ -1,0 +1,81 @@
+"""Config of an arm -> the optimizer of a rank's own steps.
+
+Weight decay goes to matrices only, as in `adamw`; which matrices have low-rank or orthogonalised
+momentum is decided by `selection`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import AdamW, Optimizer
+
+from algorithms.common.config import OptimizerConfig
+from algorithms.lordo.config import ArmConfig
+from algorithms.lordo.lowrank_ddp import LowRankDdp
+from algorithms.lordo.muon import LowRankMuon, Muon
+from algorithms.lordo.optimizer import LoRDO
+from algorithms.lordo.selection import describe, low_rank_names
+
+log = logging.getLogger(__name__)
+
+
+def build(model: nn.Module, arm: ArmConfig) -> Optimizer:
+    """The inner optimizer of `arm` over all parameters of `model`. Raises `InputError`."""
+    config = arm.optimizer
+    if arm.inner == "adamw" and arm.low_rank is None:
+        return adamw(model, config)
+    patterns = arm.low_rank.parameters if arm.low_rank is not None else []
+    names = low_rank_names(model, patterns)
+    what = "orthogonalised momentum" if arm.inner == "muon" else "low-rank moments"
+    log.info("%s", describe(model, names, what))
+    chosen = [p for name, p in model.named_parameters() if name in names]
+    shared: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    rest = _by_decay([p for name, p in model.named_parameters() if name not in names], config)
+    if arm.inner == "muon":
+        return Muon([{"params": chosen, "matrices": True}, *rest], momentum=arm.momentum, **shared)
+    low_rank = arm.low_rank
+    assert low_rank is not None  # ArmConfig has checked
+    groups = [{"params": chosen, "rank": low_rank.rank}, *rest]
+    if arm.method == "lowrank_ddp":
+        return LowRankDdp(groups, error_feedback=low_rank.error_feedback, **shared)
+    if arm.inner == "lordo_ns":
+        return LowRankMuon(groups, momentum=arm.momentum, **shared)
+    return LoRDO(
+        groups,
+        qhm=low_rank.qhm,
+        omega=low_rank.omega,
+        mu=low_rank.mu,
+        scaling=low_rank.scaling,
+        error_feedback=low_rank.error_feedback,
+        local=low_rank.projection == "local",
+        **shared,
+    )
+
+
+def adamw(model: nn.Module, config: OptimizerConfig) -> AdamW:
+    """torch's AdamW; weight decay on matrices only, not on norms and biases."""
+    return AdamW(
+        _by_decay(list(model.parameters()), config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def _by_decay(parameters: list[Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    matrices = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
+    return [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]

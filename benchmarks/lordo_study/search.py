@@ -1,0 +1,104 @@
+"""Which runs are still needed: the search for each arm's learning rate, then the other seeds.
+
+Seed 0 tries the rate where an arm's search begins and its two neighbours on the grid, and goes on
+in the direction of the best until that is in the interior. Validation decides, never test. The
+other seeds take the rate that was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from algorithms.common.errors import InputError
+from algorithms.lordo.config import ArmConfig
+from benchmarks.lordo_study.setting import GRID, Job, Setting, at_rate
+from benchmarks.lordo_study.training import Result
+
+
+@dataclass(frozen=True)
+class Study:
+    """Arms to compare, with what is known before."""
+
+    setting: Setting
+    arms: Mapping[str, ArmConfig]
+    rates: Mapping[str, int]
+    """Arm -> index into `GRID` where the search begins; or is the answer, if not `search`."""
+    follows: Mapping[str, str]
+    """Arm -> the arm whose rate it takes."""
+    seeds: int
+    search: bool
+
+    def job(self, name: str, rate: int, seed: int) -> Job:
+        return Job(name=name, arm=at_rate(self.arms[name], rate), seed=seed, setting=self.setting)
+
+
+Lookup = Callable[[Job], Result | None]
+"""The result of a run, None if it has not ended."""
+
+
+def needed(study: Study, lookup: Lookup) -> list[Job]:
+    """The runs that can be started now, results known or not, the searches first."""
+    searching: list[Job] = []
+    settled: list[Job] = []
+    for name in study.arms:
+        rate = best_rate(study, name, lookup)
+        if rate is not None:
+            settled += [study.job(name, rate, seed) for seed in range(study.seeds)]
+        elif name not in study.follows:
+            searching += [study.job(name, tried, 0) for tried in _tried(study, name, lookup)]
+    return searching + settled
+
+
+def best_rate(study: Study, name: str, lookup: Lookup) -> int | None:
+    """Index into `GRID` of the arm's rate, None while its search goes on."""
+    name = study.follows.get(name, name)
+    if not study.search:
+        return study.rates[name]
+    tried = _tried(study, name, lookup)
+    losses = [_validation(lookup(study.job(name, rate, 0))) for rate in tried]
+    if None in losses:
+        return None
+    best = tried[losses.index(min(loss for loss in losses if loss is not None))]
+    return best if tried[0] < best < tried[-1] else None
+
+
+def outcome(study: Study, lookup: Lookup) -> tuple[dict[str, int], list[dict[str, Result]]]:
+    """When all runs have ended: the rate of every arm, and its results, a dict for each seed."""
+    rates: dict[str, int] = {}
+    seeds: list[dict[str, Result]] = [{} for _ in range(study.seeds)]
+    for name in study.arms:
+        rate = best_rate(study, name, lookup)
+        assert rate is not None
+        rates[name] = rate
+        for seed, results in enumerate(seeds):
+            result = lookup(study.job(name, rate, seed))
+            assert result is not None
+            results[name] = result
+    return rates, seeds
+
+
+def _tried(study: Study, name: str, lookup: Lookup) -> Sequence[int]:
+    """The neighbouring rates that the search has to know by now; raises `InputError` where it
+    leaves the grid."""
+    low, high = study.rates[name] - 1, study.rates[name] + 1
+    while True:
+        if low < 0 or high >= len(GRID):
+            raise InputError(f"{name}: the best learning rate is at the edge of the grid")
+        losses = [_validation(lookup(study.job(name, rate, 0))) for rate in range(low, high + 1)]
+        known = [loss for loss in losses if loss is not None]
+        if len(known) < len(losses):
+            return range(low, high + 1)
+        best = losses.index(min(known))
+        if 0 < best < len(losses) - 1:
+            return range(low, high + 1)
+        low, high = (low - 1, high) if best == 0 else (low, high + 1)
+
+
+def _validation(result: Result | None) -> float | None:
+    """A run that diverged is worse than all others."""
+    if result is None:
+        return None
+    found = result["validation_perplexity"]
+    return math.inf if found is None else float(found)
