@@ -126,8 +126,8 @@ def _attend(
     run = _current
     if run is None or run.over:
         raise SelfCheckError(
-            "attention was called outside a replay's forward: gradient checkpointing of a layer "
-            "would corrupt the gradient, turn it off"
+            "attention was called outside a replay's forward: by gradient checkpointing of a layer "
+            "(turn it off, it would corrupt the gradient) or by a loss that calls the model"
         )
     _refuse(module, attention_mask, dropout, sliding_window, kwargs)
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from algorithms.common.config import Config, require
 
@@ -45,10 +46,16 @@ class ReplayConfig(Config):
     """Relative L2 change of the first chunk's state past which the prompt is recaptured early."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("chunk", "branches_per_pass", "head_chunk", "refresh_every"):
             require(getattr(self, name) > 0, name, "must be positive")
         require(self.window is None or self.window > 0, "window", "must be positive")
         require(self.truncated_chunks >= 0, "truncated_chunks", "must not be negative")
+        require(
+            self.mode != "truncated" or self.truncated_chunks > 0,
+            "truncated_chunks",
+            "must be positive in mode truncated; with none, take mode response_only",
+        )
         require(
             self.mode == "truncated" or self.truncated_chunks == 0,
             "truncated_chunks",
@@ -75,5 +82,32 @@ class ReplayConfig(Config):
             "has no effect with offload or a kv_dtype of bf16: it is for where memory is plenty",
         )
         require(self.tolerance is None or self.tolerance >= 0, "tolerance", "must not be negative")
-        require(self.aux_loss >= 0, "aux_loss", "must not be negative")
+        require(0 <= self.aux_loss < math.inf, "aux_loss", "must be finite, not negative")
         require(self.refresh_bound >= 0, "refresh_bound", "must not be negative")
+
+    def _check_types(self) -> None:
+        """Outside pydantic nobody does, and most wrong values would be a setting in silence."""
+        for name, allowed in (
+            ("mode", ("exact", "response_only", "truncated")),
+            ("kv_dtype", ("model", "bf16")),
+        ):
+            value = getattr(self, name)
+            known = isinstance(value, str) and value in allowed
+            require(known, name, f"must be one of {', '.join(allowed)}, not {value!r}")
+        integers = ("truncated_chunks", "chunk", "branches_per_pass", "head_chunk", "refresh_every")
+        for name in (*integers, "window"):
+            value = getattr(self, name)
+            empty = name == "window" and value is None
+            require(empty or type(value) is int, name, f"must be an integer, not {value!r}")
+        for name in ("keep_attention", "offload"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, f"must be True or False, not {value!r}")
+        for name in ("tolerance", "aux_loss", "refresh_bound"):
+            value = getattr(self, name)
+            empty = name == "tolerance" and value is None
+            require(empty or is_number(value), name, f"must be a number, not {value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is an int or a float; True, False and NaN are none."""
+    return type(value) in (int, float) and not math.isnan(value)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from algorithms.branch_replay.config import ReplayConfig
+from algorithms.branch_replay.refresh import Captured
 from algorithms.branch_replay.tree import Node
 from algorithms.common.errors import InputError
 
@@ -38,8 +40,42 @@ def check_tokens(model: Any, named: Iterable[Named]) -> None:
             )
 
 
+def check_model(model: Any) -> None:
+    """Raise `InputError` unless `model` has a trunk, a head, and weights that autograd takes."""
+    head = getattr(model, "get_output_embeddings", None)
+    if not callable(head):
+        kind = type(model).__name__
+        raise InputError(f"model: must be a causal language model of transformers, not a {kind}")
+    if head() is None:
+        raise InputError(
+            f"model: {type(model).__name__} has no vocabulary head, give the causal language model"
+        )
+    if any(p.is_inference() for p in model.parameters()):
+        raise InputError("model: its weights were made in torch.inference_mode")
+
+
+def check_autocast(model: Any) -> None:
+    """Raise `InputError` under autocast: what is kept of a prompt would be of mixed dtypes."""
+    device = model.get_input_embeddings().weight.device.type
+    if torch.is_autocast_enabled(device):
+        raise InputError(
+            "torch.autocast: replay computes in the model's own dtype; leave the context, or "
+            "convert the model"
+        )
+
+
+def check_captured(captured: Captured, config: ReplayConfig) -> None:
+    """Raise `InputError` if a prompt was captured with other settings that its state is made of."""
+    for name in ("window", "kv_dtype", "chunk"):  # states are kept by the ends of chunks
+        then, now = getattr(captured.config, name), getattr(config, name)
+        if then != now:
+            raise InputError(f"prompt: was captured with {name} {then}, this replay has {now}")
+
+
 def of_group(prompt: object, responses: object) -> Iterator[Named]:
     """The prompt and the responses."""
+    if isinstance(responses, Tensor) and responses.ndim == 0:
+        raise InputError("responses: must be a list of tensors int64 [n], not a scalar tensor")
     if not isinstance(responses, Sequence | Tensor):
         kind = type(responses).__name__
         raise InputError(f"responses: must be a list of tensors int64 [n], not a {kind}")
@@ -58,5 +94,8 @@ def of_trees(trees: object) -> Iterator[Named]:
         if not isinstance(node, Node):
             raise InputError(f"{name}: must be a Node, not a {type(node).__name__}")
         yield f"{name}.tokens", node.tokens, node.scored
+        if not isinstance(node.children, Sequence):
+            kind = type(node.children).__name__
+            raise InputError(f"{name}.children: must be a list of nodes, not a {kind}")
         below = [(f"{name}.children[{i}]", child) for i, child in enumerate(node.children)]
         open_nodes.extend(reversed(below))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,28 +28,85 @@ class PerBranch:
 
     term: Callable[[int, Tensor], Tensor]
 
+    def __post_init__(self) -> None:
+        require_callable("PerBranch", self.term)
+
+    def one(self, i: int, log_probs: Tensor) -> Tensor:
+        """The term of branch i, a tensor []; raises `InputError` for one without a derivative."""
+        term = require_scalar(f"PerBranch: term {i}", self.term(i, log_probs))
+        if len(log_probs) and log_probs.requires_grad:
+            require_graph(f"PerBranch: term {i}", term)
+        return term.reshape(())
+
     def __call__(self, branches: Branches) -> Tensor:
-        terms = [self.term(i, log_probs).reshape(()) for i, log_probs in enumerate(branches)]
+        terms = [self.one(i, log_probs) for i, log_probs in enumerate(branches)]
         return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
 def derivative(loss_fn: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[float, Tensor]:
     """The loss and its derivative by each of `log_probs`.
 
-    Raises `InputError` unless `loss_fn` returns a scalar, `NonFiniteError` for inf or NaN.
+    Raises `InputError` unless `loss_fn` returns a scalar that depends on `log_probs`, where there
+    are any, and on nothing else that needs a gradient; `NonFiniteError` for inf or NaN.
     """
     leaf = log_probs.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        loss = loss_fn(leaf)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise InputError("loss_fn: must return a scalar tensor")
-    value = float(loss.detach())
-    if not loss.requires_grad:  # no token is scored, or the loss is a constant
-        found = None
-    else:
-        (found,) = torch.autograd.grad(loss.reshape(()), leaf, allow_unused=True)
+    found = None
+    with torch.enable_grad():  # the caller may have turned it off
+        loss = require_scalar("loss_fn", loss_fn(leaf))
+        if len(leaf):
+            require_graph("loss_fn", loss)
+        if loss.requires_grad:
+            _refuse_others(loss, leaf)
+            (found,) = torch.autograd.grad(loss.reshape(()), leaf, allow_unused=True)
     if found is None:
         found = torch.zeros_like(leaf)
-    if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(found).all()):
+    value = float(loss.detach())
+    if not math.isfinite(value) or not bool(torch.isfinite(found).all()):
         raise NonFiniteError(f"the loss of the branches is {value}, or its derivative not finite")
     return value, found
+
+
+def require_callable(name: str, function: object) -> None:
+    """Raise `InputError` unless it can be called."""
+    if not callable(function):
+        raise InputError(f"{name}: must be a function, not a {type(function).__name__}")
+
+
+def require_scalar(name: str, value: object) -> Tensor:
+    """`value`; raises `InputError` unless it is a real tensor of one element."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name}: must return a scalar tensor, not a {type(value).__name__}")
+    if value.numel() != 1 or value.is_complex():
+        kind = f"{value.dtype} {list(value.shape)}"
+        raise InputError(f"{name}: must return a scalar tensor, not {kind}")
+    return value
+
+
+def require_graph(name: str, loss: Tensor) -> None:
+    """Raise `InputError` for a loss of scored tokens that autograd knows no derivative of."""
+    if not loss.requires_grad:
+        raise InputError(
+            f"{name}: does not depend on the log-probabilities, or was detached from them; for no "
+            "gradient multiply them by 0"
+        )
+
+
+def _refuse_others(loss: Tensor, leaf: Tensor) -> None:
+    """Raise `InputError` if `loss` depends on a tensor that needs a gradient besides `leaf`: only
+    log-probabilities are differentiated, so that part would be lost."""
+    others = [loss] if loss.grad_fn is None else []
+    nodes: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == "AccumulateGrad":  # a leaf
+            others.append(node.variable)
+        below = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= below
+        nodes.extend(below)
+    for other in others:
+        if other is not leaf:
+            raise InputError(
+                f"loss_fn: depends on a tensor {list(other.shape)} that needs a gradient, besides "
+                "the log-probabilities; differentiate that part by a backward of your own"
+            )

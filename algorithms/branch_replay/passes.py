@@ -17,6 +17,7 @@ from torch import Tensor
 
 from algorithms.branch_replay.errors import SelfCheckError
 from algorithms.branch_replay.losses import Branches, PerBranch, derivative
+from algorithms.branch_replay.moe import Decisions
 from algorithms.branch_replay.path import Path, accumulator
 from algorithms.branch_replay.refresh import Captured, Drift
 from algorithms.branch_replay.traversal import Engine, Traversal
@@ -69,30 +70,38 @@ class Passes:
         """A prompt of which nothing is captured yet."""
         offload, bf16 = self.config.offload, self.config.kv_dtype == "bf16"
         path = Path(0, offload=offload, bf16=bf16)
-        return Captured(tokens, path, {}, version, version)
+        return Captured(tokens, path, {}, version, version, self.config)
 
     def capture(self, captured: Captured) -> None:
-        """Run the whole prompt, from its start."""
+        """Run the whole prompt, from its start. If that fails, nothing of it is captured."""
         root = Node(captured.tokens, scored=False)
         pieces = plan(root, self.config)
         captured.states.clear()
         captured.outputs.clear()
+        captured.decisions.clear()
         captured.path.reserve(captured.length)
-        traversal = self._traversal(captured, self._zeros(0))
-        traversal.capture(walk(pieces.roots))
+        traversal = self._traversal(captured, self._zeros(0), Decisions())
+        try:
+            traversal.capture(walk(pieces.roots))
+        except BaseException:
+            captured.states.clear()
+            raise
 
     def score(
-        self, plans: list[Plan], prompts: list[Captured | None], trees: Sequence[Node]
+        self,
+        plans: list[Plan],
+        prompts: list[Captured | None],
+        trees: Sequence[Node],
+        decisions: Decisions,
     ) -> tuple[Tensor, int]:
         """Pass 1. Log-probabilities of all trees and how many tokens were run. A missing prompt is
         captured; that of the last tree is left in `prompts`, the others' are dropped again."""
-        self.engine.routing.reset()
         scores = self._zeros(sum(p.scored for p in plans))
         version = fingerprint(self.model)
         tokens = 0
         for i, (p, tree) in enumerate(zip(plans, trees, strict=True)):
             prompt = prompts[i] or self.empty(tree.tokens, version)
-            traversal = self._traversal(prompt, scores)
+            traversal = self._traversal(prompt, scores, decisions)
             self._visit(p, traversal)
             tokens += traversal.tokens_without_graph
             if i == len(plans) - 1:
@@ -109,7 +118,8 @@ class Passes:
         version = fingerprint(self.model)
         plans = self.plans(trees)
         prompts: list[Captured | None] = [captured] * len(plans)
-        scores, without_graph = self.score(plans, prompts, trees)
+        decisions = Decisions()
+        scores, without_graph = self.score(plans, prompts, trees, decisions)
         loss, coefficients = derivative(
             lambda log_probs: loss_fn([p.branches(log_probs) for p in plans]), scores
         )
@@ -118,14 +128,14 @@ class Passes:
         with_graph = 0
         for p, tree, prompt in reversed(list(zip(plans, trees, prompts, strict=True))):
             prompt = prompt or self.empty(tree.tokens, version)
-            traversal = self._traversal(prompt, again, coefficients)
+            traversal = self._traversal(prompt, again, decisions, coefficients)
             self._visit(p, traversal)
             without_graph += traversal.tokens_without_graph
             with_graph += traversal.tokens_with_graph
         return StepOutput(
             loss=loss,
             log_probs=[p.branches(scores) for p in plans],
-            aux_loss=self.engine.routing.aux_loss(),
+            aux_loss=decisions.tally.loss(),
             pass_difference=self._compare(scores, again),
             tokens_without_graph=without_graph,
             tokens_with_graph=with_graph,
@@ -140,17 +150,18 @@ class Passes:
         if self.config.aux_loss or any(s.targets is not None and s.children for s in walk(p.roots)):
             return None
         version = fingerprint(self.model)
-        self.engine.routing.reset()
         scores = self._zeros(p.scored)
         starts = {path[0][0]: i for i, path in enumerate(p.paths) if path}
-        terms = {start: partial(loss_fn.term, i) for start, i in starts.items()}
-        empty = [loss_fn.term(i, scores[:0]) for i, path in enumerate(p.paths) if not path]
+        terms = {start: partial(loss_fn.one, i) for start, i in starts.items()}
+        none = scores[:0]
+        unscored = [i for i, path in enumerate(p.paths) if not path]
+        constant = sum(derivative(partial(loss_fn.one, i), none)[0] for i in unscored)
         prompt = captured or self.empty(tree.tokens, version)
-        traversal = self._traversal(prompt, scores, terms=terms)
+        traversal = self._traversal(prompt, scores, Decisions(), terms=terms)
         self._visit(p, traversal)
         require_fresh(version, self.model)
         return StepOutput(
-            loss=traversal.loss + sum(float(term) for term in empty),
+            loss=traversal.loss + constant,
             log_probs=[p.branches(scores)],
             aux_loss=0.0,
             pass_difference=None,
@@ -190,10 +201,11 @@ class Passes:
         self,
         prompt: Captured,
         log_probs: Tensor,
+        decisions: Decisions,
         coefficients: Tensor | None = None,
         terms: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     ) -> Traversal:
-        return Traversal(self.engine, prompt, log_probs, coefficients, terms)
+        return Traversal(self.engine, prompt, log_probs, decisions, coefficients, terms)
 
     def _zeros(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=accumulator(self.dtype), device=self.device)

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.branch_replay.config import ReplayConfig
+import torch
+
+from algorithms.branch_replay.config import ReplayConfig, is_number
 from algorithms.branch_replay.costs import (
     Shape,
     naive_flops,
@@ -21,8 +23,10 @@ from algorithms.branch_replay.costs import (
     replay_flops,
     tokens_forward,
 )
+from algorithms.branch_replay.inputs import check_autocast, check_model
 from algorithms.branch_replay.measure import Speed, describe, time_it
 from algorithms.branch_replay.trunk import Trunk
+from algorithms.common.config import require
 from algorithms.common.errors import InputError
 
 LOGITS = 4.5
@@ -41,6 +45,12 @@ class Work:
     prompt: int
     response: int
     group: int
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "response", "group"):
+            value = getattr(self, name)
+            positive = type(value) is int and value > 0
+            require(positive, name, f"must be a positive integer, not {value!r}")
 
     @property
     def responses(self) -> list[int]:
@@ -93,15 +103,23 @@ def choose(model: Any, work: Work, budget: float) -> Choice:
     """The fastest exact replay whose peak is within `budget` bytes beyond the weights; if there is
     none, the fastest that treats the prompt as a constant. `print` the result for the table.
 
-    Raises `InputError` if not even that fits.
+    Raises `InputError` if not even that fits, and for a model whose decoder is frozen.
     """
-    trunk = Trunk(model)
-    shape = describe(trunk)
-    return pick(shape, time_it(trunk, shape), work, budget)
+    check_model(model)
+    if not any(p.requires_grad for p in model.base_model.parameters()):
+        raise InputError("model: all weights of its decoder are frozen, there is nothing to replay")
+    check_autocast(model)
+    with torch.inference_mode(False), torch.enable_grad():  # whatever the caller turned off
+        trunk = Trunk(model)
+        shape = describe(trunk)
+        speed = time_it(trunk, shape)
+    return pick(shape, speed, work, budget)
 
 
 def pick(shape: Shape, speed: Speed, work: Work, budget: float) -> Choice:
     """`choose` with a model that is already measured."""
+    if not is_number(budget) or budget <= 0:
+        raise InputError(f"budget: must be a positive number of bytes, not {budget!r}")
     rows = [naive(shape, speed, work), packed(shape, speed, work)]
     ways = {}
     for mode in ("exact", "response_only"):

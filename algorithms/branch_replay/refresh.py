@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from algorithms.branch_replay.attention import Outputs, Run, running
+from algorithms.branch_replay.config import ReplayConfig
+from algorithms.branch_replay.moe import Decision
 from algorithms.branch_replay.path import Path
 from algorithms.branch_replay.state import State
 from algorithms.branch_replay.tree import Segment
@@ -37,8 +38,12 @@ class Captured:
     version: Fingerprint
     seen: Fingerprint
     """Weights of its last use."""
+    config: ReplayConfig
+    """Settings it was made with."""
     outputs: dict[int, Outputs] = field(default_factory=dict)
     """What attention gave, by the same position; with `keep_attention`."""
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    """Of routers, by the same position."""
     age: int = 0
     """How often the weights have changed since."""
 
@@ -82,22 +87,6 @@ def mean_change(a: list[Tensor], b: list[Tensor]) -> float:
     """Mean |difference| of two lists of log-probabilities."""
     x, y = torch.cat(a), torch.cat(b)
     return float((x - y).abs().mean()) if len(x) else 0.0
-
-
-def take_gradients(model: Any) -> list[Tensor | None]:
-    """The parameters' gradients, which are None afterwards."""
-    taken = []
-    for parameter in model.parameters():
-        taken.append(parameter.grad)
-        parameter.grad = None
-    return taken
-
-
-def add_gradients(model: Any, gradients: Sequence[Tensor | None]) -> None:
-    """Add what `take_gradients` took."""
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 def cosine(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:

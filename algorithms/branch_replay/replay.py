@@ -19,27 +19,34 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from algorithms.branch_replay.attention import our_attention
 from algorithms.branch_replay.config import ReplayConfig
+from algorithms.branch_replay.gradients import take_gradients, whole_step
 from algorithms.branch_replay.head import Head
-from algorithms.branch_replay.inputs import check_tokens, of_group, of_trees
-from algorithms.branch_replay.losses import Branches, PerBranch
-from algorithms.branch_replay.moe import Routing
+from algorithms.branch_replay.inputs import (
+    check_autocast,
+    check_captured,
+    check_model,
+    check_tokens,
+    of_group,
+    of_trees,
+)
+from algorithms.branch_replay.losses import Branches, PerBranch, require_callable
+from algorithms.branch_replay.moe import Decisions, Routing
 from algorithms.branch_replay.passes import Passes, StepOutput
 from algorithms.branch_replay.refresh import (
     Captured,
     Drift,
-    add_gradients,
     cosine,
     mean_change,
     state_change,
-    take_gradients,
 )
 from algorithms.branch_replay.traversal import Engine
-from algorithms.branch_replay.tree import Node, group, plan
-from algorithms.branch_replay.trunk import Trunk, refuse
+from algorithms.branch_replay.tree import Node, copied, group, plan
+from algorithms.branch_replay.trunk import Trunk
 from algorithms.branch_replay.versions import fingerprint, require_fresh
 from algorithms.common.errors import InputError
 
@@ -51,12 +58,17 @@ class BranchReplay:
     """Replays trees of branches on `model`, any causal language model of transformers (of a PEFT
     model, what its `get_base_model` returns).
 
-    Raises `InputError` for a model it cannot serve, dropout, gradient checkpointing and tokens that
-    are not the model's; `SelfCheckError` when one of its checks fails; `StaleStateError` for a
-    captured prompt older than the weights.
+    Raises `InputError` for a model it cannot serve, dropout, gradient checkpointing, autocast,
+    tokens that are not the model's, and a loss whose derivative would be lost; `SelfCheckError`
+    when one of its checks fails; `StaleStateError` for a captured prompt older than the weights.
+    Whether the caller turned gradients off (`no_grad`, `inference_mode`) makes no difference.
     """
 
     def __init__(self, model: Any, config: ReplayConfig | None = None) -> None:
+        check_model(model)
+        check_autocast(model)
+        if not isinstance(config, ReplayConfig | None):
+            raise InputError(f"config: must be a ReplayConfig, not a {type(config).__name__}")
         self.model = model
         self.config = ReplayConfig() if config is None else config
         routing = Routing(model)
@@ -74,13 +86,14 @@ class BranchReplay:
         `log_probs` has a tensor [tokens] per response, float32 or float64. Prompt and responses are
         int64 [tokens], unpadded; a response may be empty. A captured prompt is not run again.
         """
-        trees = self._group(prompt, responses)
+        require_callable("loss_fn", loss_fn)
 
         def loss_of_trees(branches: list[Branches]) -> Tensor:
             return loss_fn(branches[0])
 
         captured = prompt if isinstance(prompt, Captured) else None
-        with self._session():
+        with self._session(), whole_step(self.model):
+            trees = self._group(prompt, responses)
             if captured is not None and captured.version != fingerprint(self.model):
                 if self.config.refresh_every == 1:
                     require_fresh(captured.version, self.model)
@@ -94,26 +107,29 @@ class BranchReplay:
         self, trees: Sequence[Node], loss_fn: Callable[[list[Branches]], Tensor]
     ) -> StepOutput:
         """The same for several trees of any depth; `loss_fn` gets the branches of each."""
-        check_tokens(self.model, of_trees(trees))
-        with self._session():
-            return self.passes.step(trees, loss_fn, None)
+        require_callable("loss_fn", loss_fn)
+        if isinstance(loss_fn, PerBranch):
+            raise InputError("loss_fn: PerBranch is for step, step_trees takes a plain function")
+        with self._session(), whole_step(self.model):
+            check_tokens(self.model, of_trees(trees))
+            return self.passes.step([copied(tree) for tree in trees], loss_fn, None)
 
     def log_probs(self, prompt: Tensor | Captured, responses: Sequence[Tensor]) -> Branches:
         """Score responses without gradient, under the present weights: [tokens] each."""
         captured = prompt if isinstance(prompt, Captured) else None
-        trees = self._group(prompt, responses)
         with self._session():
+            trees = self._group(prompt, responses)
             if captured is not None:
                 require_fresh(captured.version, self.model)
             plans = self.passes.plans(trees)
-            scores, _ = self.passes.score(plans, [captured], trees)
-        return plans[0].branches(scores)
+            scores, _ = self.passes.score(plans, [captured], trees, Decisions())
+            return plans[0].branches(scores)
 
     def capture(self, prompt: Tensor) -> Captured:
         """Run a prompt int64 [tokens] once, for several calls of `log_probs` and `step`."""
-        check_tokens(self.model, [("prompt", prompt, False)])
         with self._session():
-            captured = self.passes.empty(prompt, fingerprint(self.model))
+            check_tokens(self.model, [("prompt", prompt, False)])
+            captured = self.passes.empty(prompt.clone(), fingerprint(self.model))
             self.passes.capture(captured)
         return captured
 
@@ -128,6 +144,10 @@ class BranchReplay:
         if captured.seen != version:
             captured.seen = version
             captured.age += 1
+        if captured.length and not captured.states:  # an earlier recapture was interrupted
+            self.passes.capture(captured)
+            captured.version, captured.age = version, 0
+            return self.passes.step(trees, loss_fn, captured)
         pieces = plan(trees[0], self.config).roots
         change = state_change(self.trunk, captured, pieces[0]) if captured.length else 0.0
         drift = Drift(captured.age, change, recaptured=False)
@@ -135,7 +155,6 @@ class BranchReplay:
             out = self.passes.step(trees, loss_fn, captured)
             out.drift = drift
             return out
-        before = take_gradients(self.model)
         stale = self.passes.step(trees, loss_fn, captured)
         stale_gradients = take_gradients(self.model)
         self.passes.capture(captured)
@@ -144,19 +163,22 @@ class BranchReplay:
         drift.recaptured = True
         drift.gradient_cosine = cosine(stale_gradients, [p.grad for p in self.model.parameters()])
         drift.log_prob_change = mean_change(stale.log_probs[0], out.log_probs[0])
-        add_gradients(self.model, before)
         out.drift = drift
         return out
 
     def _group(self, prompt: Tensor | Captured, responses: Sequence[Tensor]) -> list[Node]:
-        """The tree of a group, its tokens checked."""
+        """The tree of a group, checked, of tokens that the caller cannot write to."""
+        if isinstance(prompt, Captured):
+            check_captured(prompt, self.config)
         tokens = prompt.tokens if isinstance(prompt, Captured) else prompt
         check_tokens(self.model, of_group(tokens, responses))
-        return [group(tokens, responses)]
+        return [copied(group(tokens, responses))]
 
     @contextmanager
     def _session(self) -> Iterator[None]:
         """Around every call: settings may have changed since the last."""
-        refuse(self.model)
-        with our_attention(self.model), self.passes.engine.routing.recording():
+        self.trunk.check_settings()
+        check_autocast(self.model)
+        # A state made in inference mode could not be differentiated later.
+        with torch.inference_mode(False), our_attention(self.model):
             yield

@@ -19,7 +19,7 @@ from algorithms.branch_replay.attention import Run, running
 from algorithms.branch_replay.config import ReplayConfig
 from algorithms.branch_replay.head import Head
 from algorithms.branch_replay.losses import derivative
-from algorithms.branch_replay.moe import Routing
+from algorithms.branch_replay.moe import Calls, Decision, Decisions, Routing
 from algorithms.branch_replay.refresh import Captured
 from algorithms.branch_replay.state import (
     State,
@@ -30,6 +30,7 @@ from algorithms.branch_replay.state import (
 )
 from algorithms.branch_replay.tree import Segment
 from algorithms.branch_replay.trunk import Trunk
+from algorithms.common.errors import InputError
 
 
 @dataclass
@@ -52,15 +53,18 @@ class Traversal:
         engine: Engine,
         prompt: Captured,
         log_probs: Tensor,
+        decisions: Decisions,
         coefficients: Tensor | None = None,
         terms: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         self.trunk, self.head = engine.trunk, engine.head
         self.routing, self.config = engine.routing, engine.config
+        self.decisions = decisions
         self.path = prompt.path
         self.captured = prompt.states
         self.outputs = prompt.outputs
         """Of attention, by the ends of the prompt's pieces and, with gradient, of open nodes."""
+        self.kept_decisions = prompt.decisions
         self.log_probs = log_probs
         self.coefficients = coefficients
         self.terms = terms
@@ -128,16 +132,17 @@ class Traversal:
         if segment.gradient and not self.scoring:
             self.path.clear_cotangents(segment.start, segment.end)
         if segment.prompt and segment.end in self.captured:
+            self._reuse(segment)
             return self.captured[segment.end]
         scoring = self.scoring and segment.targets is not None
         run = self._run(segment, to_the_end=scoring)
         if self._keeps(segment):
             run.outputs = self.outputs[segment.end] = {}
-        with torch.no_grad(), running(run):
+        with torch.no_grad(), running(run), self.routing.recording() as calls:
             hidden, state = self.trunk.forward(segment.inputs[None], run, clones(entry))
         for layer, key in run.keys.items():
             self.path.write(layer, segment.start, key, run.values[layer])
-        self._route([segment], None)
+        self._route([segment], calls, None)
         if scoring:
             assert hidden is not None
             self._keep([segment], self.head.log_probs(hidden[0], _targets([segment])))
@@ -158,17 +163,18 @@ class Traversal:
         run = self._run(batch[0], to_the_end=True)
         entry = leaves(state, len(batch), gradient and not self.scoring)
         if self.scoring:
-            with torch.no_grad(), running(run):
+            with torch.no_grad(), running(run), self.routing.recording() as calls:
                 hidden, _ = self.trunk.forward(inputs, run, entry)
             assert hidden is not None
-            self._route(batch, real.flatten())
+            self._route(batch, calls, real.flatten())
             self._score(batch, hidden[real])
             self.tokens_without_graph += int(real.sum())
         else:
             with self.trunk.graph(run, longest):
-                hidden, _ = self.trunk.forward(inputs, run, clones(entry))
+                with self.routing.recording() as calls:
+                    hidden, _ = self.trunk.forward(inputs, run, clones(entry))
                 assert hidden is not None
-                aux = self._route(batch, real.flatten())
+                aux = self._route(batch, calls, real.flatten())
                 self._differentiate(batch, hidden[real], [], [], aux)
             self.tokens_with_graph += int(real.sum())
         return entry
@@ -182,7 +188,8 @@ class Traversal:
             take = self.outputs.get if segment.prompt else self.outputs.pop  # a prompt's are reused
             run.outputs = take(segment.end, None)
         with self.trunk.graph(run, len(segment.inputs)):
-            hidden, state = self.trunk.forward(segment.inputs[None], run, clones(given))
+            with self.routing.recording() as calls:
+                hidden, state = self.trunk.forward(segment.inputs[None], run, clones(given))
             outputs: list[Tensor] = []
             grads: list[Tensor] = []
             for layer, key in run.keys.items():
@@ -191,7 +198,7 @@ class Traversal:
             for name, output in state.items():
                 outputs.append(output)
                 grads.append(cotangents[name].to(output.dtype))
-            aux = self._route([segment], None)
+            aux = self._route([segment], calls, None)
             rows = None if hidden is None else hidden[0]
             self._differentiate([segment], rows, outputs, grads, aux)
         self.tokens_with_graph += len(segment.inputs)
@@ -260,20 +267,37 @@ class Traversal:
             self.log_probs[segment.offset : segment.offset + n] = span
             position += n
 
-    def _route(self, batch: list[Segment], real: Tensor | None) -> Tensor | None:
+    def _route(self, batch: list[Segment], calls: Calls, real: Tensor | None) -> Tensor | None:
         """Check and count what routers did; in pass 2 the auxiliary loss's term."""
         if not self.routing.routers:
             return None
-        logits = self.routing.take(id(batch[0]))
+        segment = batch[0]
+        experts = self.routing.experts(calls)
+        decision = self.decisions.by_segment.setdefault(id(segment), Decision(experts))
+        decision.check(experts)
+        if segment.prompt:
+            self.kept_decisions[segment.end] = decision
         if not self.config.aux_loss:
             return None
         rows = slice(None) if real is None else real
-        branches = batch[0].branches
         if self.scoring:
-            self.routing.count(logits, rows, branches)
+            decision.tally = self.routing.tally(calls, rows)
+            self.decisions.tally.add(decision.tally, segment.branches)
             return None
-        term = self.routing.linear_loss(logits, rows, branches)
+        logits = [layer for layer, _ in calls]
+        term = self.decisions.tally.linear_loss(logits, rows, segment.branches)
         return None if term is None or not term.requires_grad else self.config.aux_loss * term
+
+    def _reuse(self, segment: Segment) -> None:
+        """Take over what the routers did when the prompt's piece `segment` was captured."""
+        decision = self.kept_decisions.get(segment.end)
+        if decision is None:
+            return
+        self.decisions.by_segment.setdefault(id(segment), decision)
+        if self.scoring and self.config.aux_loss:
+            if decision.tally is None:
+                raise InputError("aux_loss: the prompt was captured without it")
+            self.decisions.tally.add(decision.tally, segment.branches)
 
 
 def _targets(batch: list[Segment]) -> Tensor:

@@ -33,6 +33,11 @@ def group(prompt: Tensor, responses: Sequence[Tensor]) -> Node:
     return Node(prompt, [Node(response) for response in responses], scored=False)
 
 
+def copied(node: Node) -> Node:
+    """A tree whose tokens nobody else writes to."""
+    return Node(node.tokens.clone(), [copied(child) for child in node.children], node.scored)
+
+
 @dataclass
 class Segment:
     """Inputs that are run at once: a piece of at most `chunk` tokens of a node."""

@@ -27,7 +27,6 @@ class Trunk:
     """`model`: any causal language model of transformers, e.g. LlamaForCausalLM."""
 
     def __init__(self, model: Any, window: int | None = None) -> None:
-        refuse(model)
         self.window = window
         """Imposed on every attention layer."""
         self.model = model
@@ -37,8 +36,19 @@ class Trunk:
         self.recurrent = False
         self.top: frozenset[Write] = frozenset()
         """What the last layer with a state writes."""
-        with our_attention(model), torch.no_grad():
-            self._probe()
+        self._modes: list[bool] = []
+        """Whether each module is in training mode, at the last probe."""
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """Before every call, as settings may have changed since the last: refuse some, and probe
+        again what other code runs in another mode (training or evaluation)."""
+        refuse(self.model)
+        modes = [module.training for module in self.model.modules()]
+        if modes != self._modes:
+            with our_attention(self.model), torch.no_grad():
+                self._probe()
+            self._modes = modes
 
     def forward(self, inputs: Tensor, run: Run, state: State) -> tuple[Tensor | None, State]:
         """Hidden states [batch, tokens, width] of `inputs` int64 [batch, tokens] and the state
@@ -114,11 +124,18 @@ def refuse(model: Any) -> None:
     """Raise `InputError` for settings under which two passes over the same tokens would differ.
 
     Dropout of attention arrives at the attention function, which refuses it; what a model does by a
-    function call alone is left to the comparison of the passes.
+    function call alone is left to the probe and to the comparison of the passes.
     """
-    if not model.training:
-        return
     for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)  # one, or one for each type of layer
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise InputError(
+                    f"{name}: rope_type {kind!r} turns old keys by other angles when the sequence "
+                    "grows, so they cannot be kept"
+                )
+        if not module.training:
+            continue
         if getattr(module, "gradient_checkpointing", False) is True:
             raise InputError(
                 f"{name or 'model'}: gradient checkpointing drops the prompt's state, turn it off "

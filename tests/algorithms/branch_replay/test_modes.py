@@ -72,14 +72,13 @@ def test_truncation_leads_from_response_only_to_exact():
     prompt, branches = tokens(17), responses(5, 3)
     with true_float64(model):
         _, _, truth = naive(model, prompt, branches)
-        apart = []
-        for chunks in range(5):
+        _, none = replayed(model, prompt, branches, mode="response_only", chunk=4)
+        apart = [distance(none, truth)]
+        for chunks in range(1, 5):
             _, gradients = replayed(
                 model, prompt, branches, mode="truncated", truncated_chunks=chunks, chunk=4
             )
             apart.append(distance(gradients, truth))
-        _, none = replayed(model, prompt, branches, mode="response_only", chunk=4)
-        assert apart[0] == pytest.approx(distance(none, truth), rel=1e-9)
     assert apart[0] > 0.05 and apart[4] <= 1e-12
     assert all(a > 1e-6 for a in apart[:4])
 

@@ -23,7 +23,7 @@ from algorithms.branch_replay.measure import Speed, describe, time_it
 from algorithms.branch_replay.planner import Work, choose, pick, replay_bytes
 from algorithms.branch_replay.replay import BranchReplay
 from algorithms.branch_replay.trunk import Trunk
-from algorithms.common.errors import InputError
+from algorithms.common.errors import FieldError, InputError
 from kernels import dispatch
 from kernels.shared_prefix_attention import OP
 from tests.families import tiny
@@ -255,3 +255,49 @@ def test_planning_leaves_the_model_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     speed = time_it(Trunk(model), describe(Trunk(model)))
     assert speed.flops_per_second > 0 and speed.overhead >= 0
+
+
+@pytest.mark.parametrize("field", ["prompt", "response", "group"])
+@pytest.mark.parametrize("value", [0, -3, 2.0, True, None, "8"])
+def test_work_that_is_none(field, value):
+    with pytest.raises(FieldError, match=f"^{field}: must be a positive integer, not "):
+        Work(**({"prompt": 10, "response": 5, "group": 2} | {field: value}))
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, float("nan"), "1e9", None, True, [1e9]])
+def test_a_budget_that_is_none(budget):
+    with pytest.raises(InputError, match="^budget: must be a positive number of bytes, not "):
+        pick(SHAPE, SPEED, Work(100, 10, 4), budget)
+
+
+@pytest.mark.parametrize("trained", [(), ("lm_head",)])
+def test_a_frozen_decoder_has_no_plan(trained):
+    model = tiny("llama", torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained) if trained else False)
+    with pytest.raises(InputError, match="^model: all weights of its decoder are frozen"):
+        choose(model, Work(100, 10, 4), budget=1e9)
+
+
+def test_a_partly_frozen_decoder_has_one():
+    model = tiny("llama", torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2." in name)
+    assert choose(model, Work(100, 10, 4), budget=1e9).picked.seconds > 0
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_planning_where_gradients_are_turned_off(off):
+    model = tiny("llama", torch.float32)
+    with off():
+        assert choose(model, Work(100, 10, 4), budget=1e9).picked.seconds > 0
+
+
+def test_planning_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match="^torch.autocast"):
+        choose(tiny("llama", torch.float32), Work(100, 10, 4), budget=1e9)
+
+
+def test_what_is_no_model_has_no_plan():
+    with pytest.raises(InputError, match="^model: must be a causal language model"):
+        choose(None, Work(100, 10, 4), budget=1e9)

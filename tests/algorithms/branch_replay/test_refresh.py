@@ -6,6 +6,7 @@ import torch
 from algorithms.branch_replay.config import ReplayConfig
 from algorithms.branch_replay.refresh import cosine
 from algorithms.branch_replay.replay import BranchReplay
+from algorithms.branch_replay.traversal import Traversal
 from tests.families import tiny
 from tests.replays import coupled, distance, replayed, responses, take_gradients, tokens
 
@@ -81,3 +82,38 @@ def test_cosine():
     assert cosine([one, None], [two, None]) == pytest.approx(0.5**0.5)
     assert cosine([one, None], [None, one]) == 0.0
     assert cosine([None], [None]) == 1.0
+
+
+@pytest.mark.parametrize("family", ["mamba2", "llama", HYBRID])
+@pytest.mark.parametrize("change_again", [True, False])
+def test_a_recapture_that_was_interrupted_is_made_up_for(family, change_again, monkeypatch):
+    model = tiny(family)
+    settings = {"mode": "response_only", "chunk": 5}
+    replay = BranchReplay(model, ReplayConfig(**settings, refresh_every=3, refresh_bound=0.0))
+    captured = replay.capture(tokens(16))
+
+    def change():
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(1.1)
+
+    capture = Traversal._capture
+
+    def interrupt(self, segment, entry):
+        if segment.start == 10 and segment.end not in self.captured:
+            raise KeyboardInterrupt
+        return capture(self, segment, entry)
+
+    change()
+    with monkeypatch.context() as patch:
+        patch.setattr(Traversal, "_capture", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            replay.step(captured, responses(5, 7), coupled)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if change_again:
+        change()
+    out = replay.step(captured, responses(5, 7), coupled)
+    ours = take_gradients(model)
+    _, fresh = replayed(model, tokens(16), responses(5, 7), **settings)
+    assert out.drift is None and captured.age == 0
+    assert distance(ours, fresh) <= 1e-6
+    assert replay.step(captured, responses(5, 7), coupled).drift is None

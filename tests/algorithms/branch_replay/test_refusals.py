@@ -7,12 +7,13 @@ from torch import nn
 from algorithms.branch_replay.attention import NAME, Run, our_attention, running
 from algorithms.branch_replay.config import ReplayConfig
 from algorithms.branch_replay.errors import SelfCheckError, StaleStateError
+from algorithms.branch_replay.losses import PerBranch
 from algorithms.branch_replay.replay import BranchReplay
 from algorithms.branch_replay.state import make_cache
 from algorithms.branch_replay.versions import fingerprint
 from algorithms.common.errors import InputError, NonFiniteError
-from tests.families import tiny
-from tests.replays import coupled, responses, take_gradients, tokens
+from tests.families import tiny, true_float64
+from tests.replays import coupled, error, responses, take_gradients, tokens
 
 
 def test_dropout_raises_in_training_only():
@@ -24,6 +25,105 @@ def test_dropout_raises_in_training_only():
     model.train()
     with pytest.raises(InputError, match="dropout of 0.1"):
         replay.step(tokens(5), responses(3), coupled)
+
+
+def test_dropout_of_a_part_in_training_raises():
+    """Also where the whole is in evaluation: each module has its own mode."""
+    model = tiny("gpt2", resid_pdrop=0.1).eval()
+    replay = BranchReplay(model)
+    model.transformer.h[1].mlp.train()
+    with pytest.raises(InputError, match=r"h\.1\.mlp\.dropout: dropout of 0\.1"):
+        replay.step(tokens(5), responses(3), coupled)
+    with pytest.raises(InputError, match=r"h\.1\.mlp\.dropout"):
+        BranchReplay(model)
+
+
+@pytest.mark.parametrize("part", ["all", "part"])
+def test_dropout_by_a_function_call_in_training_raises(part):
+    """One pass has nothing to compare with, so the probe is repeated when a mode changes."""
+    model = tiny("llama", torch.float32).eval()
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: nn.functional.dropout(forward(x), 0.5, training=mlp.training)
+    replay = BranchReplay(model)
+    loss = PerBranch(lambda i, log_probs: log_probs.sum())
+    replay.step(tokens(5), responses(3), loss)
+    (model if part == "all" else mlp).train()
+    for _ in range(2):
+        with pytest.raises(SelfCheckError, match="does not carry over"):
+            replay.step(tokens(5), responses(3), loss)
+    model.eval()
+    replay.step(tokens(5), responses(3), loss)
+
+
+ROPE = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 12,
+    },
+    "linear": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 12},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rotary_angles_that_depend_on_the_length_raise(kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPE[kind]
+    model = tiny("llama", rope_parameters=rope, max_position_embeddings=12)
+    if kind in ("dynamic", "longrope"):
+        with pytest.raises(InputError, match=f"rope_type '{kind}'"):
+            BranchReplay(model)
+    else:
+        with true_float64(model):
+            assert error(model, tokens(9), responses(9, 3), chunk=4) <= 1e-12
+
+
+def test_rotary_angles_of_one_type_of_layer_raise():
+    fixed = {"rope_type": "default", "rope_theta": 10000.0}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    rope = {"sliding_attention": fixed, "full_attention": dynamic}
+    with pytest.raises(InputError, match="rope_type 'dynamic'"):
+        BranchReplay(tiny("gemma3_text", rope_parameters=rope))
+
+
+@pytest.mark.parametrize("loss", ["any", "per branch"])
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "patch"])
+def test_what_a_user_hangs_on_the_trunk_runs_once(kind, loss):
+    model = tiny("llama")
+    trunk = model.model
+    if kind == "hook":
+
+        def scaled(module, inputs, output):
+            output.last_hidden_state = 1.5 * output.last_hidden_state
+            return output
+
+        trunk.register_forward_hook(scaled)
+    elif kind == "pre-hook":
+        embed = trunk.embed_tokens
+
+        def embedded(module, inputs, kwargs):
+            ids = kwargs.pop("input_ids", None)
+            assert ids is not None, "called without tokens: not in the trunk's forward"
+            return inputs, {**kwargs, "inputs_embeds": 1.5 * embed(ids)}
+
+        trunk.register_forward_pre_hook(embedded, with_kwargs=True)
+    else:
+        forward = trunk.forward
+
+        def patched(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            output.last_hidden_state = 1.5 * output.last_hidden_state
+            return output
+
+        trunk.forward = patched
+    per_branch = PerBranch(lambda i, log_probs: (log_probs**2).sum())
+    with true_float64(model):
+        loss_fn = coupled if loss == "any" else per_branch
+        assert error(model, tokens(9), responses(5, 3), loss_fn, chunk=4) <= 1e-12
+    if kind == "patch":
+        assert trunk.__dict__["forward"] is patched
 
 
 def test_attention_dropout_raises():
@@ -66,6 +166,16 @@ def test_checkpointing_that_the_model_does_not_know_of_raises(reentrant):
     layer.forward = checkpointed
     with pytest.raises(SelfCheckError, match="checkpointing"):
         replay.step(tokens(9), responses(3), coupled)
+
+
+def test_a_loss_that_calls_the_model_raises():
+    model = tiny("llama")
+
+    def loss_fn(log_probs):
+        return coupled(log_probs) + 0.0 * model(tokens(5)[None]).logits.detach().sum()
+
+    with pytest.raises(SelfCheckError, match="a loss that calls the model"):
+        BranchReplay(model).step(tokens(9), responses(3), loss_fn)
 
 
 def test_a_padding_mask_raises():

@@ -84,9 +84,10 @@ def test_any_loss_on_log_probabilities(loss_fn):
     assert distance(gradients, truth) <= 1e-12
 
 
-def test_a_constant_loss_gives_no_gradient():
+def test_a_loss_times_zero_gives_no_gradient():
+    """As GRPO does when all advantages are zero."""
     model = tiny("qwen3")
-    out, gradients = replayed(model, PROMPT, BRANCHES, lambda lps: torch.tensor(2.5))
+    out, gradients = replayed(model, PROMPT, BRANCHES, lambda lps: 2.5 + 0.0 * torch.cat(lps).sum())
     assert out.loss == 2.5
     assert all(not g.any() for g in gradients.values())
 
