@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from algorithms.common.errors import InputError
 from algorithms.common.memory import optimizer_bytes
+from algorithms.lordo.config import LowRankConfig, SyncConfig
 from algorithms.lordo.matrix_optimizer import MatrixOptimizer
 from algorithms.lordo.muon import LowRankMuon, Muon
 from algorithms.lordo.muon_reference import AdamWReference, MatrixReference
+from algorithms.lordo.sync import Sync
+from algorithms.lordo.wire import Reduced
 
 LR, BETAS, EPS, DECAY = 0.02, (0.8, 0.99), 1e-8, 0.1
 MATRICES = [(16, 24), (24, 16), (16, 24), (16, 16), (3, 8, 24), (16, 8)]
@@ -315,3 +318,32 @@ def test_values_out_of_range(kind, key, value):
     group = {"params": [nn.Parameter(torch.ones(2, 3))], **own, key: value}
     with pytest.raises(InputError, match=f"^{key}: is "):
         cls([group])
+
+
+@pytest.mark.parametrize("momentum, error", [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_a_sync_gives_all_workers_the_projection_of_the_averaged_first_gradient(momentum, error):
+    shapes = [(16, 24), (24, 16)]
+    gradients = [drawn(shapes, seed) for seed in (1, 2)]
+    low_rank = LowRankConfig(rank=4, projection="frozen", qhm="none")
+    workers = []
+    for own in gradients:
+        weights = [nn.Parameter(each) for each in drawn(shapes, 0)]
+        optimizer = LowRankMuon([{"params": weights, "rank": 4}], momentum=momentum, carry=0.6)
+        named = [(str(place), weight) for place, weight in enumerate(weights)]
+        sync = Sync(named, optimizer, SyncConfig(every=2), low_rank, world_size=2)
+        for weight, gradient in zip(weights, own, strict=True):
+            weight.grad = gradient
+        workers.append((weights, optimizer, sync))
+    flats = [sync.first_gradient()["projection"] for _, _, sync in workers]
+    mean = (flats[0] + flats[1]) / 2
+    for (weights, optimizer, sync), flat in zip(workers, flats, strict=True):
+        sync.apply(1, {"projection": Reduced(mean, flat)})
+        optimizer.step()
+        for place, weight in enumerate(weights):
+            basis = optimizer.state[weight]["projection"]
+            assert torch.equal(basis, workers[0][1].state[workers[0][0][place]]["projection"])
+            both = gradients[0][place] + gradients[1][place]
+            leading = torch.linalg.svd(both if place == 0 else both.T).U[:, :4]
+            found = (leading.T @ basis.float()).square().sum() / 4
+            torch.testing.assert_close(found, torch.ones(()), rtol=0, atol=error)
+            assert optimizer.state[weight]["exp_avg"].any()
