@@ -39,11 +39,14 @@ ui: install
 serve: install
 	./run -m flows serve
 
-# The exact versions for Linux; `+cpu` would tie the lock to one build of torch.
+# The exact versions for Linux, of all extras but `gym`, which needs a compiler for C; `+cpu` would
+# tie the lock to one build of torch.
 lock: install
-	CUSTOM_COMPILE_COMMAND='make lock' $(VENV)/bin/pip-compile --quiet --all-extras --strip-extras --no-emit-index-url \
+	CUSTOM_COMPILE_COMMAND='make lock' $(VENV)/bin/pip-compile --quiet --extra flow,hf,rl,dev --strip-extras --no-emit-index-url \
 	  --no-emit-find-links --no-emit-trusted-host --no-emit-options -o requirements.lock pyproject.toml
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements.lock
 
-clean:
-	rm -rf runs reports studies/*/reports .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+# Outputs stay: DVC locks and MLflow runs point to them.
+clean: install
+	./run -m flows gc
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

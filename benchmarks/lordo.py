@@ -4,10 +4,10 @@
 
 All arms train a byte-level GPT-2 on the same batches of the corpus of params.yaml, on stacked
 workers in one process (`algorithms/lordo/stacked.py`); the setting and the arms stand in
-`lordo_study/setting.py`. Every arm's learning rate is searched on one grid with seed 0 and the
-validation split, the test split is reported over three seeds. Finished runs are kept below
-`runs/benchmarks/lordo/`. The quick form takes half the steps, one seed, the rates of the last full
-run, and some of the arms; figures of the others are null.
+`lordo_study/setting.py` and `arms.py`. Every arm's learning rate is searched on one grid with seed
+0 and the validation split, the test split is reported over three seeds. Finished runs are kept
+below `runs/benchmarks/lordo/`. The quick form takes half the steps, one seed, the rates of the last
+full run, and some of the arms; figures of the others are null.
 
 "Ours" is `lordo_ns`; the paper's arm `lordo_global` has the same figures behind `paper.`.
 """
@@ -19,22 +19,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from algorithms.common.model import parameter_count
-from benchmarks.lordo_study import figures, streams
-from benchmarks.lordo_study.overhead import overheads
-from benchmarks.lordo_study.queue import Results, run_jobs
-from benchmarks.lordo_study.search import Study, needed, outcome
-from benchmarks.lordo_study.setting import (
+from benchmarks.lordo_study import figures
+from benchmarks.lordo_study.arms import (
     ARMS,
-    EVERY,
     FOLLOWS,
     GRID,
+    OUR_EVERY,
     PAPER_EVERY,
     QUICK,
     RATES,
-    Setting,
 )
-from benchmarks.lordo_study.training import new_model
+from benchmarks.lordo_study.overhead import overheads
+from benchmarks.lordo_study.search import Study, needed, outcome
+from benchmarks.lordo_study.setting import Setting
+from benchmarks.lordo_study.training import new_model, train
 from benchmarks.report import Figures, run
+from benchmarks.study import streams
+from benchmarks.study.queue import Results, run_jobs
 from tasks.config import load_params
 from tasks.paths import RUNS
 
@@ -64,9 +65,9 @@ def measure(quick: bool) -> Figures:
 
 def measure_study(study: Study, tokens: Path, folder: Path, cycles: int) -> Figures:
     """All figures of a study; `cycles` of the timing."""
-    results = Results(folder)
+    results = Results(folder, train)
     print("learning rates:", " ".join(f"{rate:g}" for rate in GRID), flush=True)
-    run_jobs(lambda lookup: needed(study, lookup), tokens, results)
+    run_jobs(lambda: needed(study, results.find), tokens, results)
     rates, seeds = outcome(study, results.find)
     prefixes = {"ddp.": "ddp", "": figures.OURS, "paper.": figures.PAPER}
     timed = {prefix: study.job(name, rates[name], 0).arm for prefix, name in prefixes.items()}
@@ -75,11 +76,11 @@ def measure_study(study: Study, tokens: Path, folder: Path, cycles: int) -> Figu
     return {
         "parameters": parameter_count(model),
         "low_rank_parameters": seeds[0][figures.OURS]["low_rank_parameters"],
-        "every": EVERY,
+        "every": OUR_EVERY,
         "paper.every": PAPER_EVERY,
         **figures.named_arms(seeds),
         **figures.each_arm(seeds, list(ARMS)),
-        **{f"{name}.lr": GRID[rate] for name, rate in rates.items()},
+        **{f"{name}.lr": GRID[rates[name]] if name in rates else None for name in ARMS},
         **shares,
     }
 

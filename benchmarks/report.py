@@ -45,7 +45,7 @@ def run(
     then.
     """
     parser = Parser(prog=f"python -m benchmarks.{name}", description=text)
-    parser.add_argument("--quick", action="store_true", help="at most five minutes, more noise")
+    parser.add_argument("--quick", action="store_true", help="less is measured, with more noise")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file")
     for option, keywords in (options or {}).items():
         parser.add_argument(f"--{option}", **keywords)

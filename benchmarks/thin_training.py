@@ -22,9 +22,9 @@ from algorithms.common.model import logits, parameter_count
 from algorithms.lordo import methods
 from algorithms.lordo.config import ArmConfig
 from benchmarks.lordo_study.setting import Setting
-from benchmarks.lordo_study.streams import VOCABULARY
 from benchmarks.lordo_study.training import new_model
 from benchmarks.netns import Port
+from benchmarks.study.streams import VOCABULARY
 
 SETTING = Setting()
 """Its model, and its 8 sequences of 64 tokens per worker and step."""

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from algorithms.common import data
+from algorithms.common.adamw import adamw
 from algorithms.common.checkpoint import Checkpoints
 from algorithms.common.comm import Comm
 from algorithms.common.config import ModelConfig, OptimizerConfig, TrainingConfig
@@ -35,7 +36,6 @@ from algorithms.common.loop import Loop, learning_rate
 from algorithms.common.model import build, parameter_count
 from algorithms.lordo import methods
 from algorithms.lordo.config import ArmConfig
-from algorithms.lordo.inner import adamw
 from benchmarks.ranks import run_ranks
 from benchmarks.report import Figures, cores, run
 from benchmarks.timing import interleaved, measured, ratio

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prefect import flow, runtime
 
 from flows.parent import flow_run
+from flows.post_train import post_train
 from flows.prepare import prepare
 from flows.pretrain import pretrain
-from flows.report import report
+from flows.report import report, show
 from flows.stages import context
 
-VERSION = "1"
+VERSION = "2"
+
+TRAIN: dict[str | None, Any] = {"pretrain": pretrain, "post_train": post_train}
+"""The flows that train an arm, by name."""
 
 
 @flow(name="experiment", version=VERSION, flow_run_name="experiment")
@@ -27,5 +33,7 @@ def experiment(
         prepare(overrides=overrides, profile=profile)
         for part in (None,) if study is None else (None, study):
             for arm in here.arms(part):
-                pretrain(arm, overrides=overrides, profile=profile)
+                train = TRAIN[here.arm(arm).flow]
+                train(arm, overrides=overrides, profile=profile)
             report(part, overrides=overrides, profile=profile)
+            show(here, part)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 VERSION = "1"
 
+NON_FINITE = 3
+"""Exit code of a job whose loss or gradient was not finite."""
+
 
 def corpus(context: Context) -> dict[str, Any]:
     """Stage `corpus`: sources -> data/corpus."""
@@ -35,24 +38,68 @@ def tokens(context: Context) -> dict[str, Any]:
     )
 
 
+def prompts(context: Context) -> dict[str, Any]:
+    """Stage `prompts`: a generator or files -> data/prompts."""
+    from tasks import prompt_stage
+
+    return prompt_stage.build(context.params.prompts, context.place("prompts").prompts)
+
+
+DATA = {"corpus": corpus, "tokens": tokens, "prompts": prompts}
+"""The stages that run no job."""
+
+
+def policy(context: Context, parent: TrackedRun, say: Callable[[str], None]) -> dict[str, Any]:
+    """Stage `policy`: data/prompts -> models/policy."""
+    return _job(context, "policy", "policy", parent, say)
+
+
 def arm(
     context: Context, name: str, parent: TrackedRun, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Stage STAGE@`name`: data/tokens -> models/, metrics/; `say` gets rank 0's log."""
+    """Stage STAGE@`name`: data/, models/policy -> models/, metrics/; `say` gets rank 0's log."""
+    return _job(context, context.arm(name).name, name, parent, say)
+
+
+def _job(
+    context: Context, stage: str, name: str, parent: TrackedRun, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run the job `name` that makes `stage`."""
     from tasks import train
 
-    stage = context.arm(name)
+    known = context.stage(stage)
     return train.run(
         context.params,
         name,
-        tokens=context.place("tokens").tokens,
-        code=stage.code,
-        out=context.place(stage.name),
-        dvc_stage=stage.name,
+        inputs=context.inputs(stage),
+        code=known.code,
+        out=context.place(stage),
+        dvc_stage=stage,
         parent=parent,
-        locked=() if stage.name in context.changed else stage.reads,
+        locked=() if stage in context.changed else known.reads,
         say=say,
     )
+
+
+def point(
+    context: Context, name: str, parent: TrackedRun, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """An arm as a point of a sweep, unless it is done; None if its loss was not finite."""
+    from tasks import tracking, train
+    from tasks.torchrun import JobFailed
+
+    stage = context.arm(name)
+    with stage_lock(stage.name, context.base(stage.name)):
+        job = train.prepare(context.params, name, context.inputs(stage.name), stage.code)
+        if (done := job.quality()) is not None:
+            tracking.adopt(job.run_dir, parent)
+            return done
+        try:
+            return arm(context, name, parent, say)
+        except JobFailed as error:
+            if error.exitcode != NON_FINITE:
+                raise
+            return None
 
 
 def report(context: Context, study: str | None, parent: TrackedRun) -> dict[str, Any]:
@@ -83,13 +130,14 @@ def plainly(context: Context, names: list[str], flow: str) -> None:
     for name in names:
         stage = context.stage(name)
         with stage_lock(name, context.base(name)):
-            if name == "corpus":
-                corpus(context)
-            elif name == "tokens":
-                tokens(context)
-            else:
-                with flow_run(flow, VERSION) as run:
-                    if stage.arm is None:
-                        report(context, stage.study, run)
-                    else:
-                        arm(context, stage.arm, run, partial(print, flush=True))
+            if name in DATA:
+                DATA[name](context)
+                continue
+            say = partial(print, flush=True)
+            with flow_run(flow, VERSION) as run:
+                if name == "policy":
+                    policy(context, run, say)
+                elif stage.arm is not None:
+                    arm(context, stage.arm, run, say)
+                else:
+                    report(context, stage.study, run)

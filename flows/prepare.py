@@ -1,20 +1,35 @@
-"""Flow `prepare`: packages and files -> corpus -> tokenizer and token shards."""
+"""Flow `prepare`: what arms read. Text -> corpus -> tokens; prompts -> a first policy."""
 
 from __future__ import annotations
 
-from prefect import flow
+from functools import partial
+
+from prefect import flow, runtime
+from prefect.logging import get_run_logger
 
 from flows import steps
-from flows.stages import context
+from flows.parent import flow_run
+from flows.stages import Context, context
+
+VERSION = "2"
 
 
-@flow(name="prepare", version="1", flow_run_name="prepare")
+@flow(name="prepare", version=VERSION, flow_run_name="prepare")
 def prepare(
-    only: str | None = None, overrides: list[str] | None = None, profile: str | None = None
+    only: str | None = None,
+    arm: str | None = None,
+    overrides: list[str] | None = None,
+    profile: str | None = None,
 ) -> None:
-    """Make `corpus` and `tokens`, or `only` one of them, where they are not up to date."""
+    """Make what all arms read, what `arm` reads, or `only` one stage, where not up to date."""
     here = context(overrides or (), profile)
-    if only in (None, "corpus"):
-        steps.ensure(here, "corpus", lambda: steps.make_corpus(here))
-    if only in (None, "tokens"):
-        steps.ensure(here, "tokens", lambda: steps.make_tokens(here))
+    for name in here.prepared(only, arm):
+        if name == "policy":
+            steps.ensure(here, name, lambda: _make_policy(here))
+        else:
+            steps.ensure(here, name, partial(steps.make_data[name], here))
+
+
+def _make_policy(here: Context) -> None:
+    with flow_run("prepare", VERSION, runtime.flow_run.id) as run:
+        steps.make_policy(here, run, get_run_logger().info)

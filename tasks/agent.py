@@ -71,7 +71,7 @@ def root_cause_first(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind, signal = failure["kind"], failure["signal"]
         if kind in ("input", "non_finite"):
             return 0, failure["time"]
-        if kind == "crash":
+        if kind in ("crash", "missing"):
             return 2, failure["time"]
         if kind == "preempted":
             return 4, failure["time"]

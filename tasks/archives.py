@@ -18,10 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from algorithms.common.errors import InputError
+from algorithms.common.errors import InputError, one_line
 
 Member = tuple[str, Callable[[], BinaryIO]]
 """Path inside the source and how to open it, before the next one is asked for."""
+
+DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError),
+    *(LookupError, OSError, RuntimeError, ValueError),  # bad names, checksums, ciphers, methods
+)
+"""What reading an archive may raise."""
 
 
 def members(archive: Path) -> Iterator[Member]:
@@ -111,8 +117,10 @@ def _in_memory(archive: str, opener: Callable[[], IO[bytes]]) -> BinaryIO:
 def _damage_named(archive: str) -> Iterator[None]:
     try:
         yield
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise InputError(f"{archive}: damaged archive: {error}") from None
+    except InputError:
+        raise
+    except DAMAGE as error:
+        raise InputError(f"{archive}: damaged archive: {one_line(error)}") from None
 
 
 def _inside(name: str, archive: str, strip_top: bool) -> str:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import math
-import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -21,132 +20,24 @@ from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from algorithms.async_pipeline import config as async_pipeline
+from algorithms.branch_replay import job_config as branch_replay
 from algorithms.common.config import (
     Config,
     ModelConfig,
-    TrainingConfig,
+    SharedJobConfig,
+    SharedTrainingConfig,
     config_class,
     require,
 )
 from algorithms.common.errors import FieldError, InputError, one_line
-from algorithms.lordo.config import ArmConfig
+from algorithms.lordo import config as lordo
+from tasks.data_config import NAME, CorpusConfig, PromptsConfig, TokensConfig
 from tasks.paths import PROJECT
-
-_ORIGINS = {
-    "pypi": ("pypi:NAME==VERSION", r"pypi:[A-Za-z0-9][\w.-]*==[\w.!+-]+"),
-    "debian": ("debian:NAME", r"debian:[a-z0-9][a-z0-9+.-]+"),
-    "stdlib": ("stdlib", r"stdlib"),
-    "path": ("path:GLOB", r"path:.+"),
-    "hf": ("hf:NAME", r"hf:.+"),
-}
-"""Kind of a source -> form and pattern of its `from`."""
-
+from tasks.stage_config import AsyncConfig, LordoConfig, PostTrainConfig, StageConfig
 
 NOT_YAML = (YAMLError, ValueError, TypeError, RecursionError)
 """What reading YAML may raise: impossible dates, keys that are lists, 3,000 brackets, ..."""
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-"""Of arms, slots and profiles: they become names of folders and files."""
-
-
-def _require_names(names: typing.Iterable[str], field: str) -> None:
-    for name in names:
-        known = "letters, digits, - and _, at most 64, not - or _ first"
-        require(NAME.fullmatch(name) is not None, f"{field}.{name!r}", f"a name has {known}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceConfig(Config):
-    """One source of text.
-
-    `from` is `pypi:NAME==VERSION`, `debian:NAME`, `stdlib`, `path:GLOB` or `hf:NAME`.
-    """
-
-    origin: str
-    """Written `from` in params.yaml."""
-    sha256: str | None = None
-    """Of the downloaded archive; required for pypi."""
-    slots: dict[str, list[str]] = field(default_factory=lambda: {"text": ["**/*"]})
-    """Slot name (prose, code, ...) -> globs inside the archive or folder."""
-    text_column: str = "text"
-    """Column of jsonl, parquet and hf sources that holds the text."""
-    split: str = "train"
-    """Split of an hf source."""
-    licence: str | None = None
-    """Overrides what the package says of itself; `path` sources have no other way to say it."""
-
-    def __post_init__(self) -> None:
-        kind, _, rest = self.origin.partition(":")
-        known = ", ".join(_ORIGINS)
-        require(kind in _ORIGINS, "from", f"unknown kind {kind!r}; known: {known}")
-        form, pattern = _ORIGINS[kind]
-        require(re.fullmatch(pattern, self.origin) is not None, "from", f"must be {form}")
-        valid = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256) is not None
-        require(valid, "sha256", "must be 64 lower-case hexadecimal digits")
-        if kind == "pypi":
-            require(self.sha256 is not None, "sha256", "is required for a pypi source")
-        if kind == "path":
-            require(".." not in rest.split("/"), "from", "must not hold '..'")
-        if kind == "hf":
-            require(self.sha256 is None, "sha256", "cannot be checked for an hf source")
-        require(bool(self.slots), "slots", "must name at least one slot")
-        _require_names(self.slots, "slots")
-        for slot, globs in self.slots.items():
-            require(bool(globs), f"slots.{slot}", "must name at least one glob")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusConfig(Config):
-    """Stage `corpus`: text from packages and files, split into train and val by file hash."""
-
-    sources: list[SourceConfig]
-    val_fraction: float = 0.05
-    """Share of documents held out, by the hash of their text."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.sources), "sources", "must name at least one source")
-        require(0 < self.val_fraction < 1, "val_fraction", "must be in (0, 1)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokensConfig(Config):
-    """Stage `tokens`: byte-level BPE trained on the corpus, or an existing tokenizer."""
-
-    tokenizer: str | None = None
-    """Path of an existing tokenizer.json; None trains one of `vocab_size`."""
-    vocab_size: int = 2048
-    shard_tokens: int = 100_000_000
-
-    def __post_init__(self) -> None:
-        require(
-            257 <= self.vocab_size <= 2**20,
-            "vocab_size",
-            "must be at least 257 (256 bytes and the end) and at most 2^20",
-        )
-        require(self.shard_tokens > 0, "shard_tokens", "must be positive")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainConfig(Config):
-    """Stage `pretrain_lordo`: its arms train on the same tokens with the same evaluation."""
-
-    training: TrainingConfig
-    arms: dict[str, ArmConfig]
-    """What `experiment` trains."""
-    study: dict[str, ArmConfig]
-    """Further arms: `experiment --study` trains them too. Empty where there are none."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.arms), "arms", "must name at least one arm")
-        _require_names(self.arms, "arms")
-        _require_names(self.study, "study")
-        for name in self.study:
-            require(name not in self.arms, f"study.{name}", "arms has one of that name")
-
-    @property
-    def all_arms(self) -> dict[str, ArmConfig]:
-        """`arms`, then those of `study`."""
-        return self.arms | self.study
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,43 +55,130 @@ class LaunchConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetentionConfig(Config):
+    """What `python -m flows gc` keeps of runs/. Nothing here changes a result."""
+
+    runs: int = 20
+    """Newest run directories of an arm; beyond them, those go that MLflow has no run of."""
+    workspaces: int = 10
+    """Newest folders of what runs with `--set` made."""
+    checkpoints: int = 1
+    """Newest checkpoints of a finished job. One that is not finished keeps all it has."""
+    attempts: int = 5
+    """Newest attempts of a job whose logs stay."""
+
+    def __post_init__(self) -> None:
+        for name in ("runs", "workspaces", "checkpoints"):
+            require(getattr(self, name) >= 0, name, "must not be negative")
+        require(self.attempts > 0, "attempts", "must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Params(Config):
     """The whole of params.yaml."""
 
     corpus: CorpusConfig
     tokens: TokensConfig
+    prompts: PromptsConfig
     model: ModelConfig
-    pretrain_lordo: PretrainConfig
+    pretrain_lordo: LordoConfig
+    pretrain_async: AsyncConfig
+    post_train: PostTrainConfig
     launch: LaunchConfig
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
 
     def __post_init__(self) -> None:
-        for stage, config in self.pretraining.items():
-            longest = self.model.max_position_embeddings
-            require(
-                self.model.path is not None or config.training.sequence_length <= longest,
-                f"{stage}.training.sequence_length",
-                f"must be at most model.max_position_embeddings ({longest})",
-            )
+        owners = {"policy": "policy"}
+        for stage, config in self.stages.items():
+            training, model = config.training, self.model_of(stage)
+            if isinstance(training, SharedTrainingConfig):
+                most = model.max_position_embeddings
+                require(
+                    model.path is not None or training.sequence_length <= most,
+                    f"{stage}.training.sequence_length",
+                    f"must be at most model.max_position_embeddings ({most})",
+                )
+            for arm in config.all_arms:
+                owner = owners.setdefault(arm, stage)
+                require(owner == stage, f"{stage}.{arm}", f"{owner} has an arm of that name")
+        self._check_warm_start()
+
+    def _check_warm_start(self) -> None:
+        warm_start, lookup = self.post_train.policy.warm_start, self.prompts.lookup
+        if warm_start is None:
+            return
+        place = "post_train.policy.warm_start"
+        require(lookup is not None, place, "needs prompts.lookup, the task that it teaches")
+        assert lookup is not None
+        most = max(records for records, _ in [*warm_start.stages, warm_start.further])
+        known = f"must have at most prompts.lookup.keys ({lookup.keys}) records"
+        require(most <= lookup.keys, place, known)
 
     @property
-    def pretraining(self) -> dict[str, PretrainConfig]:
-        """The pretraining stages by name; their arms have names of their own."""
-        return {"pretrain_lordo": self.pretrain_lordo}
+    def stages(self) -> dict[str, StageConfig]:
+        """The stages with arms by name; their arms have names of their own."""
+        return {
+            "pretrain_lordo": self.pretrain_lordo,
+            "pretrain_async": self.pretrain_async,
+            "post_train": self.post_train,
+        }
+
+    def model_of(self, stage: str) -> ModelConfig:
+        """What a stage trains."""
+        policy = self.post_train.policy.model
+        own = {"pretrain_async": self.pretrain_async.model, "policy": policy, "post_train": policy}
+        return own.get(stage, self.model)
+
+    def job(self, arm: str, *, job_id: str = "", **inputs: str) -> SharedJobConfig:
+        """The config.json of `arm`, or of `policy`; `inputs` are the folders that it reads, by
+        their fields. `InputError` if there is none of that name."""
+        stage = self.stage_of(arm)
+        kind: dict[str, type[SharedJobConfig]] = {
+            "policy": branch_replay.PolicyJobConfig,
+            "post_train": branch_replay.JobConfig,
+            "pretrain_async": async_pipeline.JobConfig,
+            "pretrain_lordo": lordo.JobConfig,
+        }
+        own: dict[str, Any]
+        if stage == "policy":
+            policy = self.post_train.policy
+            lookup = self.prompts.lookup
+            own = {"seed": policy.seed, "lookup": lookup, "warm_start": policy.warm_start}
+        else:
+            config = self.stages[stage]
+            own = {"training": config.training, "arm": config.all_arms[arm]}
+        own |= dict.fromkeys(kind[stage].INPUTS, "") | inputs
+        model = self.model_of(stage)
+        try:
+            return kind[stage](stage=stage, arm_name=arm, job_id=job_id, model=model, **own)
+        except FieldError as error:
+            raise InputError(f"params.yaml: {self._dotted(arm, error)}") from None
+
+    def _dotted(self, arm: str, error: FieldError) -> str:
+        """What is wrong with a job, with the key of params.yaml for that of config.json."""
+        stage = self.stage_of(arm)
+        key = error.field
+        if key.startswith("arm."):
+            group = "arms" if arm in self.stages[stage].arms else "study"
+            key = f"{group}.{arm}.{key.removeprefix('arm.')}"
+        return f"{stage}.{key}: {error.message}"
 
     def stage_of(self, arm: str) -> str:
-        """Name of the pretraining stage that `arm` belongs to; `InputError` if there is none."""
-        for stage, config in self.pretraining.items():
+        """Name of the stage that `arm` belongs to; `InputError` if there is none."""
+        if arm == "policy":
+            return arm
+        for stage, config in self.stages.items():
             if arm in config.all_arms:
                 return stage
-        known = ", ".join(arm for config in self.pretraining.values() for arm in config.all_arms)
+        known = ", ".join(arm for config in self.stages.values() for arm in config.all_arms)
         raise InputError(f"no arm {arm!r} in params.yaml; known arms: {known}")
 
     @property
     def studies(self) -> dict[str, str]:
-        """Name of a study -> the pretraining stage whose further arms it trains."""
+        """Name of a study -> the stage whose further arms it trains."""
         return {
             stage.removeprefix("pretrain_"): stage
-            for stage, config in self.pretraining.items()
+            for stage, config in self.stages.items()
             if config.study
         }
 
@@ -228,7 +206,8 @@ def load_params(
         raw = _merge(raw, load_yaml(path.with_name(f"params.{profile}.yaml")))
     for override in overrides:
         _apply(raw, override)
-    return validate(raw, path.name)
+    files = [path.name, *([] if profile is None else [f"params.{profile}.yaml"])]
+    return validate(raw, " with ".join([*files, *(["--set"] if overrides else [])]))
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
@@ -267,6 +246,10 @@ def validate(raw: dict[str, Any], file: str) -> Params:
                 )
             if isinstance(source, dict) and "from" in source:
                 source["origin"] = source.pop("from")
+    own, shared = raw.get("pretrain_async"), raw.get("model")
+    if isinstance(own, dict) and isinstance(shared, dict):
+        over = own.get("model", {})
+        own["model"] = _merge(shared, over) if isinstance(over, dict) else over
     try:
         # As JSON: strict there means exact scalars, and a mapping may fill a dataclass.
         return TypeAdapter(Params).validate_json(json.dumps(raw))
@@ -275,7 +258,9 @@ def validate(raw: dict[str, Any], file: str) -> Params:
 
 
 def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
+    found = error.errors()
+    unknown = [each for each in found if each["type"] == "unexpected_keyword_argument"]
+    first = [*unknown, *found][0]  # a misspelt key is missing too
     location = [str(part) for part in first["loc"]]
     message = first["msg"]
     cause = first.get("ctx", {}).get("error")
@@ -303,9 +288,8 @@ def _siblings(location: list[str]) -> list[str]:
                 current = config_class(current)
         else:  # dict[str, X] or list[X]
             current = typing.get_args(current)[-1] if typing.get_args(current) else None
-    return (
-        [f.name for f in dataclasses.fields(current)] if dataclasses.is_dataclass(current) else []
-    )
+    fields = dataclasses.fields(current) if dataclasses.is_dataclass(current) else ()
+    return ["from" if each.name == "origin" else each.name for each in fields]
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from algorithms.common.errors import InputError
 from algorithms.common.files import write_json
-from tasks.config import CorpusConfig
+from tasks.data_config import CorpusConfig
 from tasks.downloads import file_sha256
 from tasks.progress import progress
 from tasks.sources import Document, Source, open_source

@@ -23,6 +23,8 @@ DEFAULTS = {
     # Prefect: state inside the project; the temporary server of a busy machine starts slowly.
     "PREFECT_HOME": str(PROJECT / ".prefect"),
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    # Seconds between tries double from 2: a server may be away for two minutes, one start included.
+    "PREFECT_CLIENT_MAX_RETRIES": "6",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     # MLflow: sqlite:/// and then the absolute path as it is; SQLAlchemy decodes no %20 here.

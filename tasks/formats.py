@@ -80,6 +80,8 @@ def _jsonl(file: BinaryIO, where: str, column: str) -> Iterator[tuple[int, str]]
             raise InputError(f"{where}: not UTF-8 at byte {offset + error.start}") from None
         except json.JSONDecodeError as error:
             raise InputError(f"{here}: not JSON: {error.msg} at column {error.colno}") from None
+        except (ValueError, RecursionError) as error:  # 5,000 digits, or brackets
+            raise InputError(f"{here}: not JSON: {one_line(error)}") from None
         offset += len(line)
         if not line.strip():
             continue
@@ -103,5 +105,5 @@ def _parquet(file: BinaryIO, where: str, column: str) -> Iterator[tuple[int, str
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of {column}"
         raise InputError(f"{where}: row {number}: not UTF-8 at {byte}") from None
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise InputError(f"{where}: not Parquet: {one_line(error)}") from None

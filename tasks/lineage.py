@@ -107,10 +107,15 @@ def _call(root: Path, patience_s: float, act: Callable[[Any], T]) -> T:
                 # DVC resolves names of stages, and its run cache, against the current folder.
                 with contextlib.chdir(root), Repo() as repo:
                     return act(repo)
-            except (LockError, RWLockFileCorruptedError) as error:
+            except LockError as error:
                 if time.monotonic() > deadline:
                     raise Busy(f"dvc is busy in another process: {error}") from None
                 time.sleep(1.0)
+            except RWLockFileCorruptedError:
+                raise InputError(
+                    f"{root / '.dvc/tmp/rwlock'}: damaged, as by a dvc command that is killed"
+                    " while it writes; remove it when none is at work"
+                ) from None
             except NotDvcRepoError:
                 raise InputError(
                     f"{root}: not a git checkout with DVC; clone the project"

@@ -28,6 +28,7 @@ from tasks.mlflow_store import Status, client
 
 STATE = "mlflow.json"
 ROWS_AT_ONCE = 250
+"""At most, between two notes in mlflow.json."""
 METRICS_PER_CALL = 1000  # MLflow's limits of one log_batch
 PARAMS_PER_CALL = 100
 ENVIRONMENT_TAGS = ("device", "world_size", "backend", "oversubscribed")

@@ -20,8 +20,9 @@ from tasks.mlflow_store import Status, redact, tracking_uri
 
 LOG = logging.getLogger("shoestring.tracking")
 
-PERIOD_S = 2.0
-"""At most one round of sending in this time; pauses after failures double from here."""
+PERIOD_S = 5.0
+"""At most one round of sending in this time, as each call has a cost of its own; pauses after
+failures double from here."""
 LONGEST_PAUSE_S = 60.0
 PATIENCE_S = 10.0
 """How long `open` waits for a server, and `close` without progress for any store."""
@@ -71,7 +72,11 @@ class TrackedRun:
         run = cls(Courier(run_dir, plan), experiment)
         run._wake.set()
         run._thread.start()
-        run._tried.wait(PATIENCE_S if mlflow_store.is_server(tracking_uri()) else None)
+        try:
+            run._tried.wait(PATIENCE_S if mlflow_store.is_server(tracking_uri()) else None)
+        except BaseException:  # a signal that stops the caller, which does not know the run yet
+            run.close("KILLED")
+            raise
         return run
 
     @property

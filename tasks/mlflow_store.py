@@ -115,6 +115,20 @@ def experiment_id(name: str) -> str:
     return str(found.experiment_id)
 
 
+def find_runs(where: str) -> list[Any]:
+    """All runs of all experiments that match the filter `where`, deleted ones aside."""
+    store = client()
+    experiments = [each.experiment_id for each in store.search_experiments()]
+    found: list[Any] = []
+    token = None
+    while experiments:
+        page = store.search_runs(experiments, where, page_token=token)
+        found += page
+        if not (token := page.token):
+            break
+    return found
+
+
 def close_abandoned(run_id: str, status: Status) -> None:
     """Set the final status of a run whose owner died. One that has ended, or has found a new
     owner, keeps its own.

@@ -26,6 +26,17 @@ class Workspace:
     def tokens(self) -> Path:
         return self.root / "data" / "tokens"
 
+    @property
+    def prompts(self) -> Path:
+        return self.root / "data" / "prompts"
+
+    @property
+    def policy(self) -> Path:
+        return self.root / "models" / "policy"
+
+    def rollouts(self, stage: str, arm: str) -> Path:
+        return self.root / "data" / "rollouts" / stage / f"{arm}.parquet"
+
     def model(self, stage: str, arm: str) -> Path:
         return self.root / "models" / stage / arm
 

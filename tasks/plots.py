@@ -1,8 +1,9 @@
-"""Loss against tokens, device-hours and bytes: one curve an arm, as PNGs for light and dark pages.
+"""Loss or reward against what it costs: one curve an arm of a stage, as PNGs for light and dark
+pages.
 
 Colours are those of Okabe and Ito, told apart with any colour vision; markers differ as well, and
-from the ninth arm on lines are dashed and markers hollow. The held-out loss is the thick line with
-markers, the training loss the thin one behind it; that is left out where many arms would hide each
+from the ninth arm on lines are dashed and markers hollow. The held-out value is the thick line with
+markers, that of training the thin one behind it; that is left out where many arms would hide each
 other.
 """
 
@@ -17,13 +18,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from tasks.arms import ArmRecord, labels
+from tasks.measures import LOSS, REWARD, Measure
 
 MARKERS = "osD^vPXp"
 LABEL_LETTERS = 26
 """Longer names of arms are cut in figures; the table has them whole."""
 
 FEW = 4
-"""With more arms, only the held-out loss is drawn."""
+"""With more arms, only held-out values are drawn."""
 
 GAP = 0.055
 """Least distance of two names at the right edge, in heights of the axes."""
@@ -55,7 +57,7 @@ DARK = Theme(
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: the loss against column `x`."""
+    """One figure: what arms are judged by against column `x`."""
 
     name: str
     x: str
@@ -67,6 +69,14 @@ class Chart:
     """Leaves out arms whose times must not be compared."""
 
 
+HOURS = Chart(
+    "loss_device_hours",
+    "device_hours",
+    "device-hours (ranks times wall time)",
+    "",
+    "What an hour of hardware buys.",
+    timed=True,
+)
 FIGURES = (
     Chart(
         "loss_tokens",
@@ -75,14 +85,7 @@ FIGURES = (
         "",
         "What a token buys: the same data in the same order for every arm.",
     ),
-    Chart(
-        "loss_device_hours",
-        "device_hours",
-        "device-hours (ranks times wall time)",
-        "",
-        "What an hour of hardware buys.",
-        timed=True,
-    ),
+    HOURS,
     Chart(
         "loss_bytes",
         "comm/wire_bytes",
@@ -91,6 +94,50 @@ FIGURES = (
         "What a byte on the network buys.",
     ),
 )
+OF_PIPELINES = (
+    Chart(
+        "loss_updates",
+        "step",
+        "updates",
+        "",
+        "What an update buys: the same batches in the same order for every arm, gradients of "
+        "different ages.",
+    ),
+    HOURS,
+)
+
+
+OF_REWARDS = (
+    Chart(
+        "reward_updates",
+        "step",
+        "updates",
+        "",
+        "What an update buys: the same prompts in the same order for every arm.",
+    ),
+    Chart(
+        "reward_seconds",
+        "elapsed",
+        "seconds",
+        "",
+        "What a second buys, evaluations included.",
+        timed=True,
+    ),
+    Chart(
+        "reward_tokens",
+        "tokens",
+        "tokens of prompts and responses",
+        "",
+        "What a token buys: prompts once for all responses to them, and the responses.",
+    ),
+)
+
+
+def charts(arms: Sequence[ArmRecord]) -> tuple[Chart, ...]:
+    """The figures of a stage with these arms."""
+    if arms[0].measure is REWARD:
+        return OF_REWARDS
+    return OF_PIPELINES if any(arm.pipeline for arm in arms) else FIGURES
 
 
 @dataclass(frozen=True)
@@ -111,21 +158,23 @@ class Curve:
 
 
 def draw(arms: Sequence[ArmRecord]) -> dict[str, Picture]:
-    """Name of figure -> picture, for the figures of `FIGURES` that have a curve."""
+    """Name of figure -> picture, for those `charts` of one stage's arms that have a curve."""
     pictures = {}
-    for chart in FIGURES:
+    for chart in charts(arms):
         curves = []
         for style, (arm, label) in enumerate(zip(arms, labels(arms), strict=True)):
-            train, held_out = arm.points(chart.x, "train/loss"), arm.points(chart.x, "val/loss")
+            train = arm.points(chart.x, arm.measure.train)
+            held_out = arm.points(chart.x, arm.measure.held_out)
             positive = any(x > 0 for x, _ in held_out)  # one rank sends nothing
             if positive and not (chart.timed and arm.note):
                 curves.append(Curve(label, train, held_out, style))
         if curves:
-            pictures[chart.name] = Picture(_draw(chart, curves, LIGHT), _draw(chart, curves, DARK))
+            light, dark = (_draw(chart, arms[0].measure, curves, theme) for theme in (LIGHT, DARK))
+            pictures[chart.name] = Picture(light, dark)
     return pictures
 
 
-def _draw(chart: Chart, curves: Sequence[Curve], theme: Theme) -> bytes:
+def _draw(chart: Chart, measure: Measure, curves: Sequence[Curve], theme: Theme) -> bytes:
     figure = Figure(figsize=(7.2, 4.3), dpi=160, facecolor=theme.background, layout="constrained")
     axes = figure.add_subplot(facecolor=theme.background)
     ends = [curve.held_out[-1][0] for curve in curves]
@@ -133,12 +182,17 @@ def _draw(chart: Chart, curves: Sequence[Curve], theme: Theme) -> bytes:
     few = len(curves) <= FEW
     for curve in curves:
         look = _look(curve, theme)
-        train = [(x, y) for x, y in curve.train if x > 0 or not logarithmic]
+        train, held_out = (
+            [(x, y) for x, y in points if x > 0 or not logarithmic]
+            for points in (curve.train, curve.held_out)
+        )
         if few:
             axes.plot(*zip(*train, strict=True), color=look["color"], linewidth=0.9, alpha=0.45)
-        axes.plot(*zip(*curve.held_out, strict=True), linewidth=2.2 if few else 1.6, **look)
-    _scale(axes, chart, curves, logarithmic)
-    _decorate(axes, chart, theme, few)
+        axes.plot(*zip(*held_out, strict=True), linewidth=2.2 if few else 1.6, **look)
+    _scale(axes, chart, logarithmic)
+    if measure is LOSS:
+        _begin_at_the_first_evaluation(axes, curves)
+    _decorate(axes, chart, measure, theme, few)
     _name_curves(axes, curves, theme)
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
@@ -160,7 +214,7 @@ def _look(curve: Curve, theme: Theme) -> dict[str, Any]:
     }
 
 
-def _scale(axes: Any, chart: Chart, curves: Sequence[Curve], logarithmic: bool) -> None:
+def _scale(axes: Any, chart: Chart, logarithmic: bool) -> None:
     if logarithmic:
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -169,7 +223,10 @@ def _scale(axes: Any, chart: Chart, curves: Sequence[Curve], logarithmic: bool) 
         axes.xaxis.set_major_locator(MaxNLocator(7))
     plain = StrMethodFormatter("{x:g}")  # a prefix before hours would read as minutes
     axes.xaxis.set_major_formatter(plain if chart.timed else EngFormatter(unit=chart.unit))
-    # The fall from ln(vocabulary) would flatten all that matters: begin at the first evaluation.
+
+
+def _begin_at_the_first_evaluation(axes: Any, curves: Sequence[Curve]) -> None:
+    """The fall from ln(vocabulary) would flatten all that matters."""
     seen = [y for curve in curves for _, y in curve.held_out]
     low = min(seen)
     if len(curves) <= FEW:
@@ -179,10 +236,10 @@ def _scale(axes: Any, chart: Chart, curves: Sequence[Curve], logarithmic: bool) 
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
 
-def _decorate(axes: Any, chart: Chart, theme: Theme, few: bool) -> None:
+def _decorate(axes: Any, chart: Chart, measure: Measure, theme: Theme, few: bool) -> None:
     axes.set_xlabel(chart.label, color=theme.ink, labelpad=8)
-    loss = "cross-entropy loss" if few else "held-out loss"
-    axes.set_ylabel(f"{loss} (nats per token)", color=theme.ink, labelpad=8)
+    name = measure.axis if few else f"held-out {measure.word}"
+    axes.set_ylabel(f"{name}{measure.unit}", color=theme.ink, labelpad=8)
     axes.grid(color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=theme.ink, length=0, labelsize=9)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -22,6 +23,17 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the kernel was told
         os.kill(os.getpid(), number)
+
+
+def end_with_worker() -> None:
+    """Get SIGTERM when the Prefect worker that started this process dies, or at once if it has.
+
+    A dead worker's child is init's; a worker that is a container's init itself names Prefect.
+    """
+    parent = os.getppid()
+    if parent == 1 and b"prefect" not in Path("/proc/1/cmdline").read_bytes():
+        os.kill(os.getpid(), signal.SIGTERM)
+    die_with_parent(parent, signal.SIGTERM)
 
 
 def become_subreaper() -> None:

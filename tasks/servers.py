@@ -19,14 +19,17 @@ from functools import partial
 from pathlib import Path
 
 import requests
+from filelock import FileLock
 
 from algorithms.common.errors import InputError, one_line
-from tasks import mlflow_store
+from tasks import mlflow_store, slots
 from tasks.environment import DEFAULTS, MLFLOW, PREFECT, Address, page
 from tasks.mlflow_store import tracking_uri
-from tasks.paths import PROJECT
+from tasks.paths import LOCKS, PROJECT
 from tasks.prctl import die_with_parent
 
+GPU_LIMIT = "shoestring-gpu"
+"""Global concurrency limit: how many GPUs the flows of one server use at once."""
 POOL = "shoestring"
 """Work pool of prefect.yaml."""
 START_S = 180.0
@@ -51,7 +54,8 @@ def pages(say: Callable[[str], None]) -> Iterator[list[subprocess.Popen[bytes]]]
         if not mlflow_store.is_server(uri):
             mlflow_store.ensure_store()
             processes.append(stack.enter_context(_server(mlflow, MLFLOW, "/health")))
-        processes.append(stack.enter_context(_server(prefect, PREFECT, "/api/health")))
+        with _first_use():
+            processes.append(stack.enter_context(_server(prefect, PREFECT, "/api/health")))
         say("MLflow:  " + mlflow_store.page_url())
         say("Prefect: " + page(PREFECT))
         yield processes
@@ -70,20 +74,39 @@ def prefect_api() -> None:
         try:
             requests.get(f"{url}/health", timeout=10).raise_for_status()
         except requests.RequestException as error:
-            where = f"PREFECT_API_URL: {mlflow_store.redact(url)}"
-            raise InputError(f"{where} does not answer: {one_line(error)}") from None
+            raise InputError(f"{api_name()} does not answer: {one_line(error)}") from None
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address: Address = probe.getsockname()
+    address = free_address()
     command = ["uvicorn", "--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
     command += ["--host", address[0], "--port", str(address[1]), "--log-level", "error"]
     stack = ExitStack()
-    process = stack.enter_context(_child(command, PREFECT__SERVER_EPHEMERAL="1", **NO_PAGE))
-    atexit.register(stack.close)
-    _await(process, page(address) + "/api/health")
+    with _first_use():
+        process = stack.enter_context(_child(command, PREFECT__SERVER_EPHEMERAL="1", **NO_PAGE))
+        atexit.register(stack.close)
+        _await(process, page(address) + "/api/health")
     os.environ["PREFECT_API_URL"] = page(address) + "/api"
     os.environ.setdefault("PREFECT_UI_URL", page(PREFECT))  # links live on in `make ui`
+
+
+@contextmanager
+def _first_use() -> Iterator[None]:
+    """One server of Prefect at a time makes the tables of a fresh database, or the others fail."""
+    LOCKS.mkdir(exist_ok=True)
+    with FileLock(LOCKS / "prefect.lock"):
+        yield
+
+
+def api_name() -> str:
+    """The variable with its value, a password left out."""
+    return f"PREFECT_API_URL: {mlflow_store.redact(os.environ['PREFECT_API_URL'])}"
+
+
+def free_address() -> Address:
+    """A port on loopback that is free right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address: Address = probe.getsockname()
+        return address
 
 
 def where_to_look() -> list[str]:
@@ -117,6 +140,8 @@ def worker(say: Callable[[str], None]) -> Iterator[subprocess.Popen[bytes]]:
     os.environ["PREFECT_API_URL"] = page(PREFECT) + "/api"
     _prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
     _prefect("--no-prompt", "deploy", "--all")
+    if gpus := len(slots.devices()):
+        _limit(GPU_LIMIT, gpus)
     with _child(["prefect", "worker", "start", "--pool", POOL]) as process:
         say("worker:  runs the deployments of prefect.yaml; Ctrl-C ends all")
         yield process
@@ -178,6 +203,14 @@ def _prefect(*arguments: str) -> None:
     done = subprocess.run([program, *arguments], cwd=PROJECT, capture_output=True, text=True)
     if done.returncode != 0:
         raise InputError(f"prefect {' '.join(arguments)}: {one_line(done.stdout + done.stderr)}")
+
+
+def _limit(name: str, count: int) -> None:
+    """Make Prefect's global concurrency limit `name`, or set it anew."""
+    try:
+        _prefect("gcl", "create", name, "--limit", str(count))
+    except InputError:  # it is there
+        _prefect("gcl", "update", name, "--limit", str(count))
 
 
 def _await(process: subprocess.Popen[bytes], url: str) -> None:

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name, canonicalize_version
 from algorithms.common.errors import InputError, one_line
 from tasks import archives, downloads, paths
 from tasks.archives import Member
-from tasks.config import SourceConfig
+from tasks.data_config import SourceConfig
 from tasks.downloads import SourceUnavailable
 from tasks.formats import check_text, missing_column, texts
 from tasks.globs import MAGIC, Slots, compile_glob

@@ -147,10 +147,15 @@ def take_lock(run_dir: Path) -> int:
             return lock
 
 
+def attempts(run_dir: Path) -> dict[int, Path]:
+    """Folders logs/attempt_K by K, ascending."""
+    named = {path.name.removeprefix("attempt_"): path for path in run_dir.glob("logs/attempt_*")}
+    return dict(sorted((int(k), path) for k, path in named.items() if k.isdecimal()))
+
+
 def next_attempt(run_dir: Path) -> Path:
     """Make and return logs/attempt_K for the next free K, from 1."""
-    taken = [int(path.name.removeprefix("attempt_")) for path in run_dir.glob("logs/attempt_*")]
-    log_dir = run_dir / "logs" / f"attempt_{max(taken, default=0) + 1}"
+    log_dir = run_dir / "logs" / f"attempt_{max(attempts(run_dir), default=0) + 1}"
     log_dir.mkdir(parents=True)
     return log_dir
 
@@ -220,14 +225,12 @@ def tell_orphaned(spec: Spec, owner: Owner) -> None:
     """Run the `on_orphaned` command in what is left of the time."""
     assert owner.died_at is not None
     left = owner.died_at + ORPHAN_BUDGET_S - time.monotonic()
+    marked = {**os.environ, RUN_DIR_MARK: spec.run_dir}  # so that `clean_up` finds what it leaves
     me = os.getpid()
     try:
         done = subprocess.run(
             spec.on_orphaned,
-            env={
-                **os.environ,
-                RUN_DIR_MARK: spec.run_dir,
-            },  # so that `clean_up` finds what it leaves
+            env=marked,
             stdin=subprocess.DEVNULL,
             timeout=min(ON_ORPHANED_S, left),
             preexec_fn=lambda: die_with_parent(me),

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from algorithms.common.errors import InputError, one_line
-from algorithms.common.files import TOKENIZER_FILES, read_json, write_json
+from algorithms.common.files import TOKENIZER_FILES, read_json, require_inside, write_json
 from tasks import paths
-from tasks.config import TokensConfig
+from tasks.data_config import TokensConfig
 from tasks.downloads import file_sha256
 from tasks.progress import progress
 from tasks.staging import staged
@@ -47,6 +47,8 @@ def build(config: TokensConfig, corpus: Path, out: Path) -> dict[str, Any]:
     if not manifest_path.is_file():
         raise InputError(f"{manifest_path}: no such file; build the corpus first")
     source = read_json(manifest_path)["splits"]
+    files = [shard["file"] for split in source.values() for shard in split["shards"]]
+    require_inside(manifest_path, [*source, *files])
     with staged(out) as folder:
         if config.tokenizer is None:
             tokenizer, end = _train(config.vocab_size, corpus, source["train"]), END_OF_TEXT

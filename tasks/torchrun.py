@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from algorithms.common.files import read_json
 from tasks.follower import Follower
 from tasks.paths import PROJECT
 from tasks.processes import MARK, sweep
+from tasks.slots import VISIBLE, Slots
 from tasks.supervisor import Spec
 
 POLL_S = 0.2
@@ -37,6 +40,8 @@ STOP_MARGIN_S = 10.0
 """What the supervisor may take beyond `stop_s` before it is killed."""
 LINES_PER_TICK = 50
 TAIL_LINES = 20
+FULL_BYTES = 65_536
+"""A disk with less is taken to be full."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +91,7 @@ def run_job(
     on_tick: Callable[[], None] | None = None,
     on_log: Callable[[str], None] | None = None,
     on_orphaned: list[str] | None = None,
+    slots: Slots | None = None,
 ) -> None:
     """Run `module` on `ranks` processes with `run_dir`/config.json, which the caller has written.
 
@@ -93,7 +99,8 @@ def run_job(
     stopped; ranks then have `stop_s` seconds to write a checkpoint. `on_tick` is called about five
     times a second and once after the end; `on_log` gets the lines of rank 0. An exception from
     either, or raised in this thread from outside, stops the job and is passed on. `on_orphaned` is
-    a command to run when this process is killed, once the job is gone.
+    a command to run when this process is killed, once the job is gone. `slots` are the GPUs it may
+    use; they stay taken until its last process is gone.
 
     Raises `InputError` (also when another process holds `run_dir`), `JobFailed`, `JobStopped` when
     the job was stopped by others and `DeadlineExceeded`. In the main thread, unless a handler is
@@ -113,9 +120,10 @@ def run_job(
         supervisor = subprocess.Popen(
             [sys.executable, "-m", "tasks.supervisor", json.dumps(dataclasses.asdict(spec))],
             cwd=PROJECT,
-            env=_environment(job_id, ranks),
+            env=_environment(job_id, ranks, slots),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pass_fds=slots.locks if slots else (),
             start_new_session=True,
         )
         log_dir = None
@@ -140,7 +148,7 @@ def run_job(
     _check(log_dir, supervisor.returncode, module, deadline_s)
 
 
-def _environment(job_id: str, ranks: int) -> dict[str, str]:
+def _environment(job_id: str, ranks: int, slots: Slots | None) -> dict[str, str]:
     path = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -148,6 +156,7 @@ def _environment(job_id: str, ranks: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads(ranks)),
         MARK: job_id,
+        **({VISIBLE: ",".join(slots.devices)} if slots else {}),
     }
 
 
@@ -230,6 +239,7 @@ def _check(log_dir: Path, supervisor_code: int, module: str, deadline_s: float) 
     """Raise unless the job finished."""
     path = log_dir / "exit.json"
     if not path.exists():
+        _require_space(log_dir)
         tail = _tail(log_dir / "agent.log")
         raise JobFailed(
             f"the supervisor of {module} {_manner(supervisor_code)}; {log_dir}:\n{tail}", tail=tail
@@ -251,6 +261,7 @@ def _check(log_dir: Path, supervisor_code: int, module: str, deadline_s: float) 
 def _raise_failure(outcome: dict[str, Any], log_dir: Path, module: str) -> None:
     """Raise what the first failure of exit.json stands for."""
     if not outcome["failures"]:
+        _require_space(log_dir)
         tail, code = _tail(log_dir / "agent.log"), outcome["returncode"]
         raise JobFailed(
             f"{module}: the torchrun agent {_manner(code)}; {log_dir / 'agent.log'} ends with:\n"
@@ -264,6 +275,7 @@ def _raise_failure(outcome: dict[str, Any], log_dir: Path, module: str) -> None:
         raise InputError(first["message"])
     if first["kind"] == "preempted":
         raise JobStopped(f"{module}: {first['message']}")
+    _require_space(log_dir)
     log = log_dir / f"rank_{first['rank']}.log"
     if not log.exists() or log.stat().st_size == 0:
         log = log_dir / "agent.log"
@@ -276,6 +288,12 @@ def _raise_failure(outcome: dict[str, Any], log_dir: Path, module: str) -> None:
         signal=first["signal"],
         tail=tail,
     )
+
+
+def _require_space(folder: Path) -> None:
+    """Raise `InputError` where the disk is full: who failed may have had no room to say so."""
+    if shutil.disk_usage(folder).free < FULL_BYTES:
+        raise InputError(f"{folder}: {os.strerror(errno.ENOSPC)}")
 
 
 def _manner(code: int | None) -> str:

@@ -14,15 +14,15 @@ import json
 import shutil
 import subprocess
 import sys
-import typing
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
 from algorithms.common.errors import InputError, Preempted
-from algorithms.common.files import read_json
+from algorithms.common.files import read_json, write_json
 from tasks import environment, mlflow_store
 from tasks.mlflow_courier import STATE, Courier, State
 from tasks.mlflow_run import LOG, TrackedRun
@@ -31,10 +31,12 @@ from tasks.paths import PROJECT, RUNS
 
 __all__ = [
     "TrackedRun",
+    "adopt",
     "arm_run",
     "ensure_store",
     "flatten",
     "log_artifact",
+    "log_table",
     "parent_run",
     "reconcile",
     "standard_tags",
@@ -74,6 +76,24 @@ def arm_run(
     run = TrackedRun.open(parent.run_id, parent.experiment, name, run_dir, params, tags)
     with _closing(run):
         yield run
+
+
+def adopt(run_dir: Path, parent: TrackedRun) -> bool:
+    """Make the run of a job that is done a child of `parent`; whether that worked.
+
+    A store that is away costs a warning, as everywhere.
+    """
+    path = run_dir / STATE
+    run_id = read_json(path)["run_id"] if path.exists() else None
+    if run_id is None or parent.run_id is None:
+        return False
+    try:
+        client().set_tag(run_id, "mlflow.parentRunId", parent.run_id)
+        client().update_run(run_id, status="FINISHED")  # its flow may have ended before it said so
+    except Exception as error:  # or deleted by the user
+        LOG.warning("%s: not moved in MLflow: %s", run_dir, redact(str(error)))
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -142,9 +162,8 @@ def reconcile() -> list[str]:
     file = mlflow_store.database(tracking_uri())
     if file is None or not file.exists():
         return []
-    experiments = [e.experiment_id for e in client().search_experiments()]
     killed = []
-    for run in _all_running(experiments):
+    for run in mlflow_store.find_runs("attributes.status = 'RUNNING'"):
         name = mlflow_store.owner_name(run.data.tags)
         if name is None or mlflow_store.owned(name) or alive(name):
             continue
@@ -153,22 +172,11 @@ def reconcile() -> list[str]:
     return killed
 
 
-def _all_running(experiments: list[str]) -> list[typing.Any]:
-    found: list[typing.Any] = []
-    token = None
-    while True:
-        page = client().search_runs(experiments, "attributes.status = 'RUNNING'", page_token=token)
-        found.extend(page)
-        token = page.token
-        if not token:
-            return found
-
-
 def standard_tags(
     *,
     task_version: str,
     dvc_stage: str | None = None,
-    locked: typing.Sequence[str] = (),
+    locked: Sequence[str] = (),
     job_id: str | None = None,
     prefect_flow_run: str | None = None,
     root: Path = PROJECT,
@@ -203,7 +211,7 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _dvc_lock(root: Path, stages: typing.Sequence[str]) -> str:
+def _dvc_lock(root: Path, stages: Sequence[str]) -> str:
     """Hash of these stages' entries in dvc.lock: their commands, and hashes of what they made."""
     from ruamel.yaml import YAML
 
@@ -216,7 +224,7 @@ def _dvc_lock(root: Path, stages: typing.Sequence[str]) -> str:
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
-def flatten(values: Mapping[str, typing.Any], prefix: str = "") -> dict[str, object]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """{"a": {"b": 1}} -> {"a.b": 1}: a config's `to_dict` as MLflow params."""
     flat: dict[str, object] = {}
     for key, value in values.items():
@@ -240,6 +248,19 @@ def log_artifact(run_id: str | None, path: Path) -> bool:
     except Exception as error:  # as in TrackedRun: whatever ails the store
         LOG.warning("%s: not copied to MLflow: %s", path, redact(str(error)))
         return False
+    return True
+
+
+def log_table(run_id: str | None, rows: Sequence[Mapping[str, object]], path: Path) -> bool:
+    """Write rows of equal keys to `path` as MLflow keeps tables, and copy that into a run's
+    artifacts, whose page shows it; whether that worked."""
+    columns = list(rows[0])
+    write_json(path, {"columns": columns, "data": [[row[key] for key in columns] for row in rows]})
+    if not log_artifact(run_id, path):
+        return False
+    assert run_id is not None
+    tables = json.dumps([{"path": path.name, "type": "table"}])
+    client().set_tag(run_id, "mlflow.loggedArtifacts", tables)
     return True
 
 

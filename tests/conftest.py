@@ -1,12 +1,28 @@
 """Fixtures that every test may use, and the rule that in CI only gpu tests skip."""
 
 import os
+import sys
 
 import pytest
 
+from tests import toys
 from tests.distributed import ranks
 
 __all__ = ["ranks"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """torch computes in one thread, as in the rank pool: it sums over rows in as many parts as it
+    has threads, so the last bits of a gradient depend on them."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A folder of token shards."""
+    return toys.write_tokens(tmp_path / "tokens")
 
 
 @pytest.hookimpl(wrapper=True)

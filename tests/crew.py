@@ -155,7 +155,8 @@ def train(
         if step % EVERY == 0:
             worker.reach(step, "arriving")
             begun = time.perf_counter()
-            turn = elastic.sync(step, stop=(folder / "quit").exists())
+            quits = (folder / "quit").exists()
+            turn = elastic.sync(step, worker.exchange, worker.apply, quits)
             seconds = time.perf_counter() - begun
             if turn.rejoined:
                 report("joined", step=turn.step, x=worker.x.tolist(), over=turn.over)
@@ -204,8 +205,9 @@ class Crew:
         found = []
         for each in ranks:
             path = self.folder / f"{each}.jsonl"
-            lines = path.read_text().splitlines() if path.exists() else []
-            found += [event for event in map(json.loads, lines) if event["event"] in kinds]
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            whole = (json.loads(line) for line in lines if line.endswith("\n"))
+            found += [event for event in whole if event["event"] in kinds]
         return sorted(found, key=lambda event: float(event["time"]))
 
     def last_step(self) -> int:

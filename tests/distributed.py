@@ -78,7 +78,7 @@ class RankPool:
         self._generation = 0
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int = WORLD, timeout: float = 120
+        self, fn: Callable[..., Any], *args: Any, world_size: int = WORLD, timeout: float = 600
     ) -> list[Any]:
         """Results of `fn(comm, *args)` by rank. Raises `RankError` naming the rank that failed."""
         assert 1 <= world_size <= WORLD, f"world_size must be in [1, {WORLD}]"

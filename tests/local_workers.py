@@ -192,7 +192,7 @@ class Stacked:
             mean, sents = reduce_stacked(
                 [buffers[tag] for buffers in contributed],
                 None if tag == "moments" else self.codec,
-                self.owners if tag == "delta" else [],
+                self.owners if tag == "delta" else None,
             )
             for mine, sent in zip(reduced, sents, strict=True):
                 mine[tag] = Reduced(mean, sent)

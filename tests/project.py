@@ -1,18 +1,14 @@
 """A whole project of its own for a test: this one with tiny params, and the real tools."""
 
 import contextlib
-import os
 import random
-import shutil
-import sqlite3
 import subprocess
-from pathlib import Path, PurePath
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
-import psutil
 from ruamel.yaml import YAML
 
-from tasks.paths import PROJECT
+from benchmarks.sandbox import Sandbox
 
 PARAMS = """\
 corpus:
@@ -25,6 +21,11 @@ corpus:
 
 tokens:
   vocab_size: 300
+
+prompts:
+  lookup: {records: 2, filler: 3, questions: 2, keys: 4, values: 3, fillers: 2}
+  train: 16
+  val: 6
 
 model:
   hidden_size: 16
@@ -64,25 +65,72 @@ pretrain_lordo:
       low_rank: {rank: 4, projection: frozen}
       sync: {every: 3, outer: nesterov, outer_momentum: 0.7, wire: int4, residual: weights}
 
+pretrain_async:
+  model:
+    tie_word_embeddings: false
+  training:
+    steps: 12
+    sequence_length: 16
+    global_batch: 8
+    warmup_steps: 2
+    log_every: 2
+    eval_every: 6
+    eval_sequences: 8
+    checkpoint_every: 5
+  arms:
+    async:
+      stages: 2
+      optimizer:
+        optimizer: {lr: 5.0e-3}
+        rotation: {nu: 0.5}
+  study:
+    ours_p8:
+      stages: 3
+      executor: simulator
+      optimizer:
+        optimizer: {lr: 5.0e-3}
+        rotation: {nu: 0.5}
+
+post_train:
+  policy:
+    model:
+      hidden_size: 16
+      intermediate_size: 24
+      num_hidden_layers: 2
+      num_attention_heads: 2
+      num_key_value_heads: 1
+      max_position_embeddings: 64
+    warm_start: {stages: [[1, 0]], further: [2, 0], further_steps: 1, most_steps: 10}
+  training:
+    ranks: 2
+    steps: 4
+    prompts: 3
+    warmup_steps: 1
+    log_every: 1
+    eval_every: 2
+    eval_prompts: 5
+    checkpoint_every: 2
+  arms:
+    exact:
+      optimizer: {lr: 2.0e-3}
+      rollout: {max_tokens: 3}
+      learner: {group: 4}
+
 launch:
   deadline_minutes: 10
   stop_seconds: 5
 """
 
+SECRET = "hf_of-nobodys-" + "concern"  # not in one piece: this file is searched too
+
 WORDS = "a river of small stones under the bridge carries cold light past old mills and gardens"
 
 
-class Project:
-    """A clone at `root`; its tools run in a bare environment, as in a fresh shell."""
+class Project(Sandbox):
+    """A clone with params that train in seconds."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        root.mkdir(parents=True)
-        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        for name in subprocess.check_output(listing, cwd=PROJECT, text=True).split("\0"):
-            if name and PurePath(name).name != "dvc.lock" and (PROJECT / name).is_file():
-                (root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(PROJECT / name, root / name)
+        super().__init__(root)
         (root / "params.yaml").write_text(PARAMS)
         self._forget_other_arms("params.gpu.yaml")
         generator = random.Random(0)
@@ -90,11 +138,7 @@ class Project:
         for index in range(40):
             words = generator.choices(WORDS.split(), k=120)
             (root / "texts" / f"{index:02}.txt").write_text(" ".join(words) + "\n")
-        (root / ".venv").symlink_to(PROJECT / ".venv")
-        (root / ".gitignore").open("a").write("/.venv\n")
-        self.git("init", "-q", "-b", "main")
-        self.git("add", "-A")
-        self.git("commit", "-qm", "start")
+        self.commit()
 
     def _forget_other_arms(self, profile: str) -> None:
         """A profile says what differs, so it may only name arms that are there."""
@@ -106,61 +150,23 @@ class Project:
                 del arms[name]
         yaml.dump(theirs, self.root / profile)
 
-    def git(self, *arguments: str) -> str:
-        who = ["-c", "user.name=test", "-c", "user.email=test@example.invalid"]
-        return subprocess.check_output(["git", *who, *arguments], cwd=self.root, text=True)
-
-    def execute(
-        self, *command: str, timeout: float = 400, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command in the project; no variable of ours but PATH, HOME and the index's."""
-        return subprocess.run(
-            command,
-            cwd=self.root,
-            env=_bare_environment() | variables,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-
-    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
-        """The same in a session of its own, as in a terminal, without waiting for its end."""
-        return subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=_bare_environment() | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def processes(self) -> list[psutil.Process]:
-        """Processes that work in this project or know of it."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            with contextlib.suppress(psutil.Error, OSError):
-                known = [process.cwd(), *process.cmdline(), *process.environ().values()]
-                if any(str(self.root) in text for text in known):
-                    found.append(process)
-        return found
-
-    def kill(self) -> None:
-        """End what a failed test left behind."""
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    def query(self, database: str, sql: str) -> list[tuple[Any, ...]]:
-        """Rows from a sqlite file of the project."""
-        with contextlib.closing(sqlite3.connect(self.root / database)) as connection:
-            return connection.execute(sql).fetchall()
-
-    def flows(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.execute("./run", "-m", "flows", *arguments)
-
-    def dvc(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.execute(".venv/bin/dvc", *arguments)
+    @contextlib.contextmanager
+    def serving(self, command: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+        """`flows ui` or `flows serve` in a terminal of its own, once all is up."""
+        process = self.start("./run", "-m", "flows", command, **variables)
+        last = {"ui": "Prefect: http://127.0.0.1:4200\n", "serve": "Ctrl-C ends all\n"}[command]
+        try:
+            assert process.stdout is not None
+            said = ""
+            while not said.endswith(last):
+                line = process.stdout.readline()
+                assert line, said
+                said += line
+            assert "MLflow:  http://127.0.0.1:5000\nPrefect: http://127.0.0.1:4200\n" in said
+            yield process
+        finally:
+            self.kill()
+            process.wait()
 
     def set(self, old: str, new: str) -> None:
         """Change one line of params.yaml."""
@@ -168,8 +174,3 @@ class Project:
         text = path.read_text()
         assert text.count(old) == 1
         path.write_text(text.replace(old, new))
-
-
-def _bare_environment() -> dict[str, str]:
-    kept = ("PATH", "HOME", "LANG")
-    return {k: v for k, v in os.environ.items() if k in kept or k.startswith("SSL_")}

@@ -127,8 +127,8 @@ def test_death_fails_clearly_and_the_pool_recovers(ranks: RankPool) -> None:
 
 def test_hanging_fails_clearly_and_the_pool_recovers(ranks: RankPool) -> None:
     ranks.run(add_ranks)
-    with pytest.raises(RankError, match="rank 1 of 2, hang: hung, no answer in 0.5 s"):
-        ranks.run(hang, world_size=2, timeout=0.5)
+    with pytest.raises(RankError, match="rank 1 of 2, hang: hung, no answer in 5 s"):
+        ranks.run(hang, world_size=2, timeout=5)
     assert ranks.run(add_ranks, world_size=2) == [1.0] * 2
 
 
@@ -202,8 +202,8 @@ def _marked(mark: str) -> list[int]:
 
 
 def _marked_after_a_while(mark: str) -> list[int]:
-    """The same, once it is empty or five seconds have passed: processes need a moment to end."""
-    deadline = time.monotonic() + 5
+    """The same, once it is empty or half a minute has passed: processes need a moment to end."""
+    deadline = time.monotonic() + 30
     while _marked(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     return _marked(mark)

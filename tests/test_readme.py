@@ -14,8 +14,9 @@ from tasks.paths import PROJECT
 
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 
-EXPERIMENT = "tests/flows/test_experiment.py::finished"
+EXPERIMENT = "tests/flows/conftest.py::finished"
 STUDY = "tests/flows/test_experiment.py::studied"
+STUDY_ASYNC = "tests/flows/test_experiment.py::studied_async"
 TRAIN = "tests/tasks/test_train.py::test_sigterm_leaves_a_checkpoint_and_no_process"
 OWN_DATA = "tests/flows/test_prepare.py::test_own_jsonl_becomes_corpus_and_tokens"
 OWN_MODEL = (
@@ -30,6 +31,13 @@ HELP = "tests/flows/test_main.py::test_help_answers_in_under_a_second_and_explai
 BENCH = (
     "tests/benchmarks/test_report.py::test_all_benchmarks_run_quick_and_those_that_failed_are_named"
 )
+SWEEP = (
+    "tests/flows/test_sweep.py"
+    "::test_stopped_and_started_again_it_does_what_is_left_under_one_parent"
+)
+POST_TRAIN = "tests/flows/test_post_train.py::test_a_log_is_learned_from_and_seeds_are_swept"
+OWN_REWARD = "tests/flows/test_post_train.py::test_prompts_a_model_and_a_reward_of_ones_own"
+GC = "tests/flows/test_command.py::test_gc_says_what_would_go_and_then_removes_it"
 CI = ".ci/run"
 BY_HAND = "nothing: they choose a build of torch on an index that not every machine reaches"
 
@@ -50,8 +58,17 @@ RUN_BY = {
     "./run -m flows pretrain --arm ddp": SERVE,
     "./run -m flows pretrain --arm ddp --set pretrain_lordo.training.steps=50": TRAIN,
     "./run -m flows experiment --study lordo": STUDY,
+    "./run -m flows experiment --study async": STUDY_ASYNC,
+    "./run -m flows sweep pretrain --arm ddp --grid optimizer.lr=1e-3,3e-3 --seeds 3": SWEEP,
+    "./run -m flows post_train --arm exact": POST_TRAIN,
+    "./run -m flows post_train --arm exact --set"
+    " 'prompts={files: {train: mine/train.jsonl, val: mine/val.parquet}, tokenizer: DIR,"
+    " train: 1000, val: 100}' --set 'post_train.policy={model: {path: DIR}}'"
+    " --set post_train.training.reward=rewards:length": OWN_REWARD,
+    "./run -m flows gc --dry-run": GC,
     ".venv/bin/dvc repro": REPRO,
     ".venv/bin/dvc repro studies/lordo/dvc.yaml": REPRO,
+    ".venv/bin/dvc repro studies/async/dvc.yaml": REPRO,
     "./run -m flows prepare --set"
     """ 'corpus.sources=[{from: "path:mine/*.jsonl", licence: mine}]'""": OWN_DATA,
     "./run -m flows pretrain --arm ddp --set model.path=DIR"

@@ -2,11 +2,17 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from algorithms.common.config import ModelConfig, OptimizerConfig, TrainingConfig
+from algorithms.common.config import (
+    ModelConfig,
+    OptimizerConfig,
+    SharedTrainingConfig,
+    TrainingConfig,
+)
 from algorithms.lordo.config import ArmConfig, LowRankConfig, SyncConfig
 
 VOCAB = 97
@@ -25,20 +31,30 @@ OPTIMIZER = OptimizerConfig(lr=1e-2)
 DDP = ArmConfig(optimizer=OPTIMIZER)
 
 
+UNTIED = replace(MODEL, num_hidden_layers=4, tie_word_embeddings=False)
+"""What a pipeline can cut."""
+
+RUN = {
+    "steps": 10,
+    "sequence_length": 16,
+    "global_batch": 8,
+    "warmup_steps": 2,
+    "log_every": 1,
+    "eval_every": 4,
+    "eval_sequences": 5,
+    "checkpoint_every": 3,
+}
+"""Ten steps, of which each is logged, every fourth evaluated, every third written."""
+
+
 def training(**changes) -> TrainingConfig:
-    """A run of ten steps that logs each, evaluates every four, writes a checkpoint every three."""
-    settings = {
-        "ranks": 1,
-        "steps": 10,
-        "sequence_length": 16,
-        "global_batch": 8,
-        "warmup_steps": 2,
-        "log_every": 1,
-        "eval_every": 4,
-        "eval_sequences": 5,
-        "checkpoint_every": 3,
-    }
-    return TrainingConfig(**(settings | changes))
+    """`RUN` by ranks that each have the whole model."""
+    return TrainingConfig(**({"ranks": 1} | RUN | changes))
+
+
+def shared_training(**changes) -> SharedTrainingConfig:
+    """`RUN` through a pipeline."""
+    return SharedTrainingConfig(**(RUN | changes))
 
 
 def write_tokens(folder: Path, train: int = 4000, val: int = 600) -> Path:
@@ -99,6 +115,8 @@ RANKS_DIFFER = {
     "lordo_global": local("lordo", {}, momentum_every=4, variance_every=8),
     "lordo_local": local("lordo", {"projection": "local", "qhm": "none"}),
     "lordo_ns": local("lordo_ns", {"projection": "frozen"}, "bf16", **THIN),
+    "lordo_ns_carry": local("lordo_ns", {"projection": "frozen", "carry": 0.6}, "bf16", **THIN),
     "muloco": local("muon", None, "int8", **THIN),
+    "muloco_in_grad": local("muon", None, "grad", **THIN),
 }
 """One small arm of each kind whose ranks differ."""

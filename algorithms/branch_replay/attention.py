@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from algorithms.branch_replay.decoding import Rows
 from algorithms.branch_replay.errors import SelfCheckError
 from algorithms.branch_replay.path import Path
 from algorithms.branch_replay.remote import attend_remote
@@ -46,8 +47,12 @@ class Run:
     start: int
     stop: frozenset[Write] = frozenset()
     """Writes of the last layer after which `TopReached` is raised; empty: run to the end."""
+    prompts: int = 1
+    """That `path` holds; rows of the same prompt follow each other."""
     window: int | None = None
     """Imposed on every layer."""
+    rows: Rows | None = None
+    """Branches that are sampled: each is given one token, behind what it keeps of its own."""
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
@@ -143,15 +148,42 @@ def _attend(
         "softcap": softcap,
         "sinks": s_aux,
     }
-    path = run.path if run.start > 0 else None
-    if path is not None and path.remote:
-        out = attend_remote(query, key, value, path, layer, run.start, settings)
+    if run.rows is not None:
+        out = run.rows.attend(layer, query, key, value, settings)
+    elif run.start > 0 and run.prompts > 1:
+        if s_aux is not None:
+            settings["sinks"] = s_aux.repeat(run.prompts)
+        query, key, value = (_fold(each, run.prompts) for each in (query, key, value))
+        out = _unfold(_behind(run, layer, query, key, value, settings), run.prompts)
     else:
-        prefix = None if path is None else path.prefix(layer, run.start, window)
-        saved = None if run.outputs is None else run.outputs.setdefault(layer, Saved())
-        out = attention(query, key, value, prefix, saved=saved, **settings)
+        out = _behind(run, layer, query, key, value, settings)
     run.consumed += 1
     return out.transpose(1, 2).contiguous(), None
+
+
+def _behind(
+    run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]
+) -> Tensor:
+    """Attention to the prefix that `run` has, if it has one, and to the own keys."""
+    path = run.path if run.start > 0 else None
+    if path is not None and path.remote:
+        return attend_remote(query, key, value, path, layer, run.start, settings)
+    prefix = None if path is None else path.prefix(layer, run.start, settings["window"])
+    saved = None if run.outputs is None else run.outputs.setdefault(layer, Saved())
+    return attention(query, key, value, prefix, saved=saved, **settings)
+
+
+def _fold(rows: Tensor, prompts: int) -> Tensor:
+    """[prompts * rows, heads, tokens, dim] -> [rows, prompts * heads, tokens, dim]: prompts become
+    heads, each with its own prefix, so a kernel for one prefix serves all."""
+    return rows.reshape(prompts, -1, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(rows: Tensor, prompts: int) -> Tensor:
+    """Back."""
+    count, heads, *shape = rows.shape
+    by_prompt = rows.reshape(count, prompts, heads // prompts, *shape)
+    return by_prompt.transpose(0, 1).flatten(0, 1)
 
 
 def _refuse(

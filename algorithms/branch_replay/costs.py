@@ -2,13 +2,14 @@
 
 Derivation: docs/branch_replay.md. A multiply-add counts as two FLOPs. Attention's backward is five
 products where forward is two (scores are recomputed); without a gradient for the prefix's keys and
-values it is three. In prompt tokens the top layer runs its projections to queries, keys and values
-only, and those to queries without a backward.
+values it is three. Weights' backward is two products, one where they are frozen. In prompt tokens
+the top layer runs its projections to queries, keys and values only, and those to queries without a
+backward.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Shape:
     vocabulary: int
     attention: tuple[Attention, ...]
     parameter_bytes: int
+    """Of what gets a gradient."""
     graph_bytes: float
     """Autograd keeps, per token of a branch in the trunk."""
     prompt_graph_bytes: float
@@ -66,6 +68,8 @@ class Shape:
     """Bytes of a value."""
     wide: int
     """Bytes of a value that is summed up."""
+    trained: float = 1.0
+    """Share of the weights that get a gradient: little with adapters."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Forward:
     """Of attention, to keys with a gradient."""
     constant: float = 0.0
     """Of attention, to keys without."""
+    trained: float = 1.0
+    """Share of the weights."""
 
     @property
     def forward(self) -> float:
@@ -87,7 +93,7 @@ class Forward:
 
     @property
     def backward(self) -> float:
-        return 2.0 * self.products + 2.5 * self.own + 1.5 * self.constant
+        return (1.0 + self.trained) * self.products + 2.5 * self.own + 1.5 * self.constant
 
     @property
     def update(self) -> float:
@@ -110,7 +116,7 @@ def tokens_forward(
         outside = pairs - layer.pairs(tokens, before - constant) if constant else 0
         own += 2 * layer.product(pairs - outside)
         fixed += 2 * layer.product(outside)
-    return Forward(2.0 * weights * tokens, 2.0 * without * tokens, own, fixed)
+    return Forward(2.0 * weights * tokens, 2.0 * without * tokens, own, fixed, shape.trained)
 
 
 def naive_flops(shape: Shape, prompt: int, responses: list[int]) -> float:
@@ -120,7 +126,7 @@ def naive_flops(shape: Shape, prompt: int, responses: list[int]) -> float:
         inputs = prompt - 1 + n
         whole = tokens_forward(shape, inputs, 0, scored=True)
         head = 2.0 * shape.head * (inputs - n)  # rows that naive does not score either
-        total += Forward(whole.products - head, own=whole.own).update
+        total += replace(whole, products=whole.products - head).update
     return total
 
 
@@ -129,7 +135,7 @@ def packed_flops(shape: Shape, prompt: int, responses: list[int]) -> float:
     head = 2.0 * shape.head * (prompt - 1)
     first = tokens_forward(shape, prompt - 1, 0, scored=True)
     branches = [tokens_forward(shape, n, prompt - 1, scored=True) for n in responses]
-    prefix = Forward(first.products - head, own=first.own)
+    prefix = replace(first, products=first.products - head)
     return prefix.update + sum(b.update for b in branches)
 
 

@@ -38,11 +38,20 @@ class Head:
         self.chunk = chunk
         self._hidden: Tensor | None = None
 
+    def zeros(self, tokens: int, like: Tensor) -> Tensor:
+        """Room for what `tokens` tokens are scored, in the accumulator's dtype of `like`."""
+        return torch.zeros(tokens, dtype=accumulator(like.dtype), device=like.device)
+
     def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Of `targets` [tokens] after `hidden` [tokens, width]; float32 or float64, no gradient."""
         with torch.no_grad(), self._without_trunk():
             parts = [self._log_probs(hidden[c], targets[c]) for c in self._chunks(len(targets))]
         return torch.cat(parts)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """After `hidden` [rows, width]: [rows, vocabulary], float32 or float64, no gradient."""
+        with torch.no_grad(), self._without_trunk():
+            return self._logits(hidden)
 
     def backward(
         self, hidden: Tensor, targets: Tensor, coefficients: Tensor
@@ -61,10 +70,13 @@ class Head:
                 parts.append(log_probs.detach())
         return torch.cat(parts), cotangent
 
-    def _log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         self._hidden = hidden[None]
         logits: Tensor = self.model(inputs_embeds=self._hidden, use_cache=False).logits[0]
-        logits = logits.to(accumulator(logits.dtype))
+        return logits.to(accumulator(logits.dtype))
+
+    def _log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self._logits(hidden)
         taken = logits.gather(-1, targets[:, None])[:, 0]
         return taken - logits.logsumexp(-1)
 

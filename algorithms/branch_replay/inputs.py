@@ -21,6 +21,10 @@ def check_tokens(model: Any, named: Iterable[Named]) -> None:
     """Raise `InputError`, which names the first bad one, unless all tokens are int64 [n], on the
     device of `model`, and in its vocabulary: that of the embeddings and, where scored, the head."""
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    named = list(named)
+    least = min(len(embeddings), len(head))
+    if _are_tokens([tokens for _, tokens, _ in named], embeddings.device, least):
+        return
     for name, tokens, scored in named:
         if not isinstance(tokens, Tensor):
             kind = type(tokens).__name__
@@ -30,7 +34,7 @@ def check_tokens(model: Any, named: Iterable[Named]) -> None:
             raise InputError(f"{name}: must be int64 [n] without padding, not {kind}")
         if tokens.device != embeddings.device:
             raise InputError(f"{name}: is on {tokens.device}, the model on {embeddings.device}")
-        vocabulary = min(len(embeddings), len(head)) if scored else len(embeddings)
+        vocabulary = least if scored else len(embeddings)
         outside = (tokens < 0) | (tokens >= vocabulary)
         if bool(outside.any()):
             at = int(outside.nonzero()[0])
@@ -40,8 +44,22 @@ def check_tokens(model: Any, named: Iterable[Named]) -> None:
             )
 
 
+def _are_tokens(given: Sequence[object], device: torch.device, vocabulary: int) -> bool:
+    """The same of all at once, and in the smaller vocabulary: fast where nothing is wrong."""
+    tensors = [tokens for tokens in given if isinstance(tokens, Tensor)]
+    if len(tensors) < len(given) or not tensors:
+        return False
+    for tokens in tensors:
+        if tokens.ndim != 1 or tokens.dtype != torch.int64 or tokens.device != device:
+            return False
+    flat = torch.cat(tensors)
+    return not bool(((flat < 0) | (flat >= vocabulary)).any())
+
+
 def check_model(model: Any) -> None:
     """Raise `InputError` unless `model` has a trunk, a head, and weights that autograd takes."""
+    if hasattr(model, "get_base_model"):
+        raise InputError("model: is a PeftModel; give what its get_base_model returns")
     head = getattr(model, "get_output_embeddings", None)
     if not callable(head):
         kind = type(model).__name__
@@ -72,6 +90,14 @@ def check_captured(captured: Captured, config: ReplayConfig) -> None:
             raise InputError(f"prompt: was captured with {name} {then}, this replay has {now}")
 
 
+def of_prompt(prompt: object) -> Iterator[Named]:
+    """A prompt, or each of several in one tensor [prompts, n]."""
+    if isinstance(prompt, Tensor) and prompt.ndim == 2 and len(prompt):
+        yield from ((f"prompt[{i}]", tokens, False) for i, tokens in enumerate(prompt))
+    else:
+        yield "prompt", prompt, False
+
+
 def of_group(prompt: object, responses: object) -> Iterator[Named]:
     """The prompt and the responses."""
     if isinstance(responses, Tensor) and responses.ndim == 0:
@@ -79,16 +105,24 @@ def of_group(prompt: object, responses: object) -> Iterator[Named]:
     if not isinstance(responses, Sequence | Tensor):
         kind = type(responses).__name__
         raise InputError(f"responses: must be a list of tensors int64 [n], not a {kind}")
-    yield "prompt", prompt, False
+    yield from of_prompt(prompt)
     for i, response in enumerate(responses):
-        yield f"responses[{i}]", response, True
+        if isinstance(response, Node):
+            yield from _of_nodes([(f"responses[{i}]", response)])
+        else:
+            yield f"responses[{i}]", response, True
 
 
 def of_trees(trees: object) -> Iterator[Named]:
     """The tokens of every node, named by its place."""
     if not isinstance(trees, Sequence):
         raise InputError(f"trees: must be a list of nodes, not a {type(trees).__name__}")
-    open_nodes = [(f"trees[{i}]", tree) for i, tree in reversed(list(enumerate(trees)))]
+    yield from _of_nodes([(f"trees[{i}]", tree) for i, tree in enumerate(trees)])
+
+
+def _of_nodes(named: list[tuple[str, Any]]) -> Iterator[Named]:
+    """The same of these nodes and all below."""
+    open_nodes = named[::-1]
     while open_nodes:
         name, node = open_nodes.pop()
         if not isinstance(node, Node):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class PerBranch:
     """
 
     term: Callable[[int, Tensor], Tensor]
+    together: Callable[[Sequence[int], Branches], Tensor] | None = None
+    """The sum of the terms of some branches at once, where that is cheaper than one by one."""
 
     def __post_init__(self) -> None:
         require_callable("PerBranch", self.term)
@@ -38,9 +40,15 @@ class PerBranch:
             require_graph(f"PerBranch: term {i}", term)
         return term.reshape(())
 
-    def __call__(self, branches: Branches) -> Tensor:
-        terms = [self.one(i, log_probs) for i, log_probs in enumerate(branches)]
+    def some(self, chosen: Sequence[int], branches: Branches) -> Tensor:
+        """The sum of the terms of branches `chosen`, a tensor []; raises `InputError` as above."""
+        if self.together is not None:
+            return require_scalar("PerBranch", self.together(chosen, branches)).reshape(())
+        terms = [self.one(i, log_probs) for i, log_probs in zip(chosen, branches, strict=True)]
         return torch.stack(terms).sum() if terms else torch.zeros(())
+
+    def __call__(self, branches: Branches) -> Tensor:
+        return self.some(range(len(branches)), branches)
 
 
 def derivative(loss_fn: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[float, Tensor]:

@@ -63,7 +63,9 @@ def describe(trunk: Trunk) -> Shape:
             )
             for layer in sorted(run.keys)
         ),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        parameter_bytes=sum(
+            p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+        ),
         graph_bytes=(whole[1][0] - whole[0][0]) / apart,
         prompt_graph_bytes=(stopped[1][0] - stopped[0][0]) / apart,
         kv_bytes=values * item,
@@ -76,6 +78,7 @@ def describe(trunk: Trunk) -> Shape:
         state_bytes=sum(t.numel() * t.element_size() for t in state.values()),
         item=item,
         wide=wide,
+        trained=_trained(model),
     )
 
 
@@ -99,7 +102,8 @@ def time_it(trunk: Trunk, shape: Shape) -> Speed:
 
 
 def _trunk_update(shape: Shape, tokens: int) -> float:
-    return tokens_forward(shape, tokens, 0, scored=True).update - 6.0 * shape.head * tokens
+    head = 2.0 * (2.0 + shape.trained) * shape.head * tokens
+    return tokens_forward(shape, tokens, 0, scored=True).update - head
 
 
 def _clock(model: Any) -> float:
@@ -173,10 +177,18 @@ def _weights(model: Any, layers: int, reached: set[Tensor]) -> tuple[float, floa
             sums[1 if top else 0] += size
             module = name.rsplit(".", 1)[0]
             inside = any(name.startswith(f"{attention}.") for attention in attending)
-            if top and inside and module.rsplit(".", 1)[-1] not in OUTPUTS:
+            if top and inside and not OUTPUTS & set(module.split(".")):
                 sums[2] += size
                 sums[3] += size if parameter in reached else 0.0
     return sums[0], sums[1], sums[2], sums[3]
+
+
+def _trained(model: Any) -> float:
+    """Share of the matrices that get a gradient; embeddings multiply nothing."""
+    embeddings = model.get_input_embeddings().weight
+    matrices = [p for p in model.base_model.parameters() if p.ndim > 1 and p is not embeddings]
+    trained = sum(p.numel() for p in matrices if p.requires_grad)
+    return float(trained / max(sum(p.numel() for p in matrices), 1))
 
 
 def _multiplied(layer: nn.Module, experts: int, used: int) -> Iterator[tuple[str, Tensor, float]]:

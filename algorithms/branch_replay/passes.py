@@ -8,7 +8,7 @@ weights, so their log-probabilities must agree; a state restored wrongly would s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from algorithms.branch_replay.errors import SelfCheckError
 from algorithms.branch_replay.losses import Branches, PerBranch, derivative
 from algorithms.branch_replay.moe import Decisions
-from algorithms.branch_replay.path import Path, accumulator
+from algorithms.branch_replay.path import Path
 from algorithms.branch_replay.refresh import Captured, Drift
-from algorithms.branch_replay.traversal import Engine, Traversal
+from algorithms.branch_replay.traversal import Engine, Terms, Traversal
 from algorithms.branch_replay.tree import Node, Plan, plan, walk
 from algorithms.branch_replay.versions import Fingerprint, fingerprint, require_fresh
 
@@ -54,6 +54,7 @@ class Passes:
         self.config = engine.config
         self.model = engine.trunk.model
         weight = self.model.get_input_embeddings().weight
+        self.weight: Tensor = weight
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device
 
@@ -151,13 +152,12 @@ class Passes:
             return None
         version = fingerprint(self.model)
         scores = self._zeros(p.scored)
-        starts = {path[0][0]: i for i, path in enumerate(p.paths) if path}
-        terms = {start: partial(loss_fn.one, i) for start, i in starts.items()}
+        leaves = {path[0][0]: i for i, path in enumerate(p.paths) if path}
         none = scores[:0]
         unscored = [i for i, path in enumerate(p.paths) if not path]
         constant = sum(derivative(partial(loss_fn.one, i), none)[0] for i in unscored)
         prompt = captured or self.empty(tree.tokens, version)
-        traversal = self._traversal(prompt, scores, Decisions(), terms=terms)
+        traversal = self._traversal(prompt, scores, Decisions(), terms=Terms(loss_fn, leaves))
         self._visit(p, traversal)
         require_fresh(version, self.model)
         return StepOutput(
@@ -191,9 +191,10 @@ class Passes:
         worst = float(apart.max())
         if not worst <= tolerance:
             at = int(apart.nan_to_num(nan=float("inf")).argmax())
+            values = [float(scores.flatten()[at]) for scores in (first, second)]
             raise SelfCheckError(
-                f"log-probability {at} of {len(first)} was {float(first[at]):.6g} in pass 1 and "
-                f"{float(second[at]):.6g} in pass 2; tolerance {tolerance:g}"
+                f"log-probability {at} of {first.numel()} was {values[0]:.6g} in pass 1 and "
+                f"{values[1]:.6g} in pass 2; tolerance {tolerance:g}"
             )
         return worst
 
@@ -203,9 +204,9 @@ class Passes:
         log_probs: Tensor,
         decisions: Decisions,
         coefficients: Tensor | None = None,
-        terms: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+        terms: Terms | None = None,
     ) -> Traversal:
         return Traversal(self.engine, prompt, log_probs, decisions, coefficients, terms)
 
     def _zeros(self, n: int) -> Tensor:
-        return torch.zeros(n, dtype=accumulator(self.dtype), device=self.device)
+        return self.engine.head.zeros(n, self.weight)

@@ -20,7 +20,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Path:
-    """Buffers `[kv_heads, positions, dim]` by layer."""
+    """Buffers `[kv_heads, positions, dim]` by layer; `[prompts * kv_heads, positions, dim]` of
+    several prompts of equal length, which attention takes for more heads."""
 
     def __init__(self, positions: int, *, offload: bool = False, bf16: bool = False) -> None:
         self.positions = positions
@@ -39,13 +40,14 @@ class Path:
         return self.offload or self.bf16
 
     def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Keep key and value `[1, kv_heads, tokens, dim]` from position `start` on."""
+        """Keep key and value `[prompts, kv_heads, tokens, dim]` from position `start` on."""
         end = start + key.shape[2]
         for buffers, new in ((self.keys, key), (self.values, value)):
             if layer not in buffers:
                 dtype = torch.bfloat16 if self.bf16 else new.dtype
-                buffers[layer] = self._empty(new.shape[1], new.shape[3], dtype, new.device)
-            buffers[layer][:, start:end].copy_(new[0])
+                heads = new.shape[0] * new.shape[1]
+                buffers[layer] = self._empty(heads, new.shape[3], dtype, new.device)
+            buffers[layer][:, start:end].copy_(new.flatten(0, 1))
         self._add_cotangents()
 
     def reserve(self, positions: int) -> None:
@@ -106,9 +108,12 @@ class Path:
             grads[:, start:end].zero_()
 
     def cotangents(self, layer: int, start: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Of keys and values of the node at `start` to `end`: `[1, kv_heads, tokens, dim]`."""
+        """Of keys and values of the node at `start` to `end`: `[prompts, kv_heads, tokens, dim]`,
+        the first two as in `like`."""
         pair = (self.key_grads[layer][:, start:end], self.value_grads[layer][:, start:end])
-        key, value = (grad.to(device=like.device, dtype=like.dtype)[None] for grad in pair)
+        key, value = (
+            grad.to(device=like.device, dtype=like.dtype).view(*like.shape[:3], -1) for grad in pair
+        )
         return key, value
 
 

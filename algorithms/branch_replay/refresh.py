@@ -32,6 +32,7 @@ class Captured:
     """A prompt's state. Made by `BranchReplay.capture`, good for the weights it was made with."""
 
     tokens: Tensor
+    """int64 [n], or [prompts, n]."""
     path: Path
     states: dict[int, State]
     """Recurrent states by the position at which a piece of the prompt ends."""
@@ -49,8 +50,13 @@ class Captured:
 
     @property
     def length(self) -> int:
-        """Tokens whose state is kept: all but the last."""
-        return len(self.tokens) - 1
+        """Tokens of a prompt whose state is kept: all but the last."""
+        return self.tokens.shape[-1] - 1
+
+    @property
+    def prompts(self) -> int:
+        """How many were captured together."""
+        return len(self.tokens) if self.tokens.ndim == 2 else 1
 
 
 @dataclass
@@ -72,10 +78,12 @@ def state_change(trunk: Trunk, captured: Captured, first: Segment) -> float:
     """Relative L2 change of the state of the prompt's `first` piece under the present weights."""
     run = Run(None, 0, trunk.top)
     with torch.no_grad(), running(run):
-        _, fresh = trunk.forward(first.inputs[None], run, {})
+        _, fresh = trunk.forward(first.rows, run, {})
     pairs = [(kept, captured.states[first.end][key]) for key, kept in fresh.items()]
     for new, buffers in ((run.keys, captured.path.keys), (run.values, captured.path.values)):
-        pairs += [(kept[0], buffers[layer][:, : first.end]) for layer, kept in new.items()]
+        pairs += [
+            (kept.flatten(0, 1), buffers[layer][:, : first.end]) for layer, kept in new.items()
+        ]
     moved = sum(
         float((new.double().cpu() - old.double().cpu()).square().sum()) for new, old in pairs
     )

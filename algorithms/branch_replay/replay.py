@@ -32,6 +32,7 @@ from algorithms.branch_replay.inputs import (
     check_model,
     check_tokens,
     of_group,
+    of_prompt,
     of_trees,
 )
 from algorithms.branch_replay.losses import Branches, PerBranch, require_callable
@@ -47,6 +48,7 @@ from algorithms.branch_replay.refresh import (
 from algorithms.branch_replay.traversal import Engine
 from algorithms.branch_replay.tree import Node, copied, group, plan
 from algorithms.branch_replay.trunk import Trunk
+from algorithms.branch_replay.values import ValuedHead
 from algorithms.branch_replay.versions import fingerprint, require_fresh
 from algorithms.common.errors import InputError
 
@@ -55,16 +57,21 @@ Loss = Callable[[Branches], Tensor]
 
 
 class BranchReplay:
-    """Replays trees of branches on `model`, any causal language model of transformers (of a PEFT
-    model, what its `get_base_model` returns).
+    """Replays trees of branches on `model`, any causal language model of transformers (of a
+    `PeftModel`, what its `get_base_model` returns).
 
     Raises `InputError` for a model it cannot serve, dropout, gradient checkpointing, autocast,
     tokens that are not the model's, and a loss whose derivative would be lost; `SelfCheckError`
     when one of its checks fails; `StaleStateError` for a captured prompt older than the weights.
     Whether the caller turned gradients off (`no_grad`, `inference_mode`) makes no difference.
+
+    With a `value_head`, a part of `model` (`values.py`), what is called `log_probs` below has two
+    columns, [tokens, 2]: log-probabilities and values.
     """
 
-    def __init__(self, model: Any, config: ReplayConfig | None = None) -> None:
+    def __init__(
+        self, model: Any, config: ReplayConfig | None = None, value_head: Any = None
+    ) -> None:
         check_model(model)
         check_autocast(model)
         if not isinstance(config, ReplayConfig | None):
@@ -75,16 +82,22 @@ class BranchReplay:
         if self.config.aux_loss and not routing.routers:
             raise InputError("aux_loss: the model has no router that transformers can record")
         head = Head(model, self.config.head_chunk)
+        if value_head is not None:
+            head = ValuedHead(model, self.config.head_chunk, value_head)
         self.trunk = Trunk(model, self.config.window)
         self.passes = Passes(Engine(self.trunk, head, routing, self.config))
 
     def step(
-        self, prompt: Tensor | Captured, responses: Sequence[Tensor], loss_fn: Loss
+        self, prompt: Tensor | Captured, responses: Sequence[Tensor | Node], loss_fn: Loss
     ) -> StepOutput:
         """Add the gradient of the scalar `loss_fn(log_probs)` to .grad.
 
         `log_probs` has a tensor [tokens] per response, float32 or float64. Prompt and responses are
-        int64 [tokens], unpadded; a response may be empty. A captured prompt is not run again.
+        int64 [tokens], unpadded; a response may be empty. A captured prompt is not run again. In
+        place of a response a node may stand, with others below: then there is one for each leaf.
+
+        Prompts of equal length may be run as one batch, int64 [prompts, tokens]. Responses are then
+        nodes without others below, each `behind` one of them.
         """
         require_callable("loss_fn", loss_fn)
 
@@ -92,7 +105,7 @@ class BranchReplay:
             return loss_fn(branches[0])
 
         captured = prompt if isinstance(prompt, Captured) else None
-        with self._session(), whole_step(self.model):
+        with self.session(), whole_step(self.model):
             trees = self._group(prompt, responses)
             if captured is not None and captured.version != fingerprint(self.model):
                 if self.config.refresh_every == 1:
@@ -110,14 +123,14 @@ class BranchReplay:
         require_callable("loss_fn", loss_fn)
         if isinstance(loss_fn, PerBranch):
             raise InputError("loss_fn: PerBranch is for step, step_trees takes a plain function")
-        with self._session(), whole_step(self.model):
+        with self.session(), whole_step(self.model):
             check_tokens(self.model, of_trees(trees))
             return self.passes.step([copied(tree) for tree in trees], loss_fn, None)
 
-    def log_probs(self, prompt: Tensor | Captured, responses: Sequence[Tensor]) -> Branches:
+    def log_probs(self, prompt: Tensor | Captured, responses: Sequence[Tensor | Node]) -> Branches:
         """Score responses without gradient, under the present weights: [tokens] each."""
         captured = prompt if isinstance(prompt, Captured) else None
-        with self._session():
+        with self.session():
             trees = self._group(prompt, responses)
             if captured is not None:
                 require_fresh(captured.version, self.model)
@@ -126,9 +139,10 @@ class BranchReplay:
             return plans[0].branches(scores)
 
     def capture(self, prompt: Tensor) -> Captured:
-        """Run a prompt int64 [tokens] once, for several calls of `log_probs` and `step`."""
-        with self._session():
-            check_tokens(self.model, [("prompt", prompt, False)])
+        """Run a prompt int64 [tokens], or several [prompts, tokens], once, for several calls of
+        `log_probs` and `step`."""
+        with self.session():
+            check_tokens(self.model, of_prompt(prompt))
             captured = self.passes.empty(prompt.clone(), fingerprint(self.model))
             self.passes.capture(captured)
         return captured
@@ -166,7 +180,7 @@ class BranchReplay:
         out.drift = drift
         return out
 
-    def _group(self, prompt: Tensor | Captured, responses: Sequence[Tensor]) -> list[Node]:
+    def _group(self, prompt: Tensor | Captured, responses: Sequence[Tensor | Node]) -> list[Node]:
         """The tree of a group, checked, of tokens that the caller cannot write to."""
         if isinstance(prompt, Captured):
             check_captured(prompt, self.config)
@@ -175,7 +189,7 @@ class BranchReplay:
         return [copied(group(tokens, responses))]
 
     @contextmanager
-    def _session(self) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """Around every call: settings may have changed since the last."""
         self.trunk.check_settings()
         check_autocast(self.model)

@@ -20,7 +20,7 @@ Key = tuple[int, str]
 """(layer, "conv" | "recurrent")"""
 
 State = dict[Key, Tensor]
-"""What recurrent layers pass on at a node's end, `[batch, ...]`; attention's part is in `Path`."""
+"""What recurrent layers pass on at a node's end, `[prompts, ...]`; `Path` has attention's part."""
 
 
 class StateLayer(LinearAttentionLayer, DynamicLayer):  # type: ignore[misc]
@@ -92,10 +92,11 @@ def read_state(cache: Any) -> State:
     return state
 
 
-def leaves(state: State, batch: int, gradient: bool) -> State:
-    """A copy of a node's state for each of `batch` branches, the leaves of their graph."""
+def leaves(state: State, branches: int, gradient: bool) -> State:
+    """A copy of a node's state for each of `branches` of each prompt, the leaves of their graph:
+    `[prompts * branches, ...]`."""
     return {
-        key: kept.detach().expand(batch, *kept.shape[1:]).clone().requires_grad_(gradient)
+        key: kept.detach().repeat_interleave(branches, 0).requires_grad_(gradient)
         for key, kept in state.items()
     }
 
@@ -112,7 +113,9 @@ def zero_cotangents(state: State) -> State:
 
 
 def add_cotangents(total: State, given: State) -> None:
-    """Add the cotangents that autograd left on the leaves `given` `[batch, ...]` to `total`."""
+    """Add the cotangents that autograd left on the leaves `given` to `total`."""
     for key, leaf in given.items():
         if leaf.grad is not None:
-            total[key] += leaf.grad.to(total[key].dtype).sum(0, keepdim=True)
+            prompts, *shape = total[key].shape
+            by_prompt = leaf.grad.reshape(prompts, -1, *shape)
+            total[key] += by_prompt.to(total[key].dtype).sum(1)

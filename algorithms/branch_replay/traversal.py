@@ -9,7 +9,7 @@ segment or one batch of leaves is in the autograd graph at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from algorithms.branch_replay.attention import Run, running
 from algorithms.branch_replay.config import ReplayConfig
 from algorithms.branch_replay.head import Head
-from algorithms.branch_replay.losses import derivative
+from algorithms.branch_replay.losses import PerBranch, derivative
 from algorithms.branch_replay.moe import Calls, Decision, Decisions, Routing
 from algorithms.branch_replay.refresh import Captured
 from algorithms.branch_replay.state import (
@@ -43,10 +43,18 @@ class Engine:
     config: ReplayConfig
 
 
+@dataclass
+class Terms:
+    """A loss by branches, and which branch's leaf starts at an offset."""
+
+    loss: PerBranch
+    leaves: Mapping[int, int]
+
+
 class Traversal:
     """One pass over one tree. Pass 1 (neither `coefficients` nor `terms`) fills `log_probs`; pass 2
     adds the gradient of sum(coefficients * log_probs) to the parameters and fills `log_probs`
-    again. With `terms`, the loss of the leaf that starts at an offset, there is no other pass."""
+    again. With `terms` there is no other pass."""
 
     def __init__(
         self,
@@ -55,12 +63,13 @@ class Traversal:
         log_probs: Tensor,
         decisions: Decisions,
         coefficients: Tensor | None = None,
-        terms: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+        terms: Terms | None = None,
     ) -> None:
         self.trunk, self.head = engine.trunk, engine.head
         self.routing, self.config = engine.routing, engine.config
         self.decisions = decisions
         self.path = prompt.path
+        self.prompts = prompt.prompts
         self.captured = prompt.states
         self.outputs = prompt.outputs
         """Of attention, by the ends of the prompt's pieces and, with gradient, of open nodes."""
@@ -116,16 +125,19 @@ class Traversal:
             add_cotangents(total, entry)
         return total
 
-    def _batches(self, ends: list[Segment]) -> Iterator[list[Segment]]:
-        """Leaves of like length together, for the sake of padding."""
+    def _batches(self, ends: list[Segment]) -> Iterator[list[list[Segment]]]:
+        """Leaves by prompt, those of like length together for the sake of padding."""
         scored = [segment for segment in ends if segment.targets is not None]
         # What is not scored matters to the auxiliary loss only.
         others = [s for s in ends if s.targets is None] if self.config.aux_loss else []
         size = self.config.branches_per_pass
         for kind in (scored, others):
             kind.sort(key=lambda segment: len(segment.inputs), reverse=True)
-            for i in range(0, len(kind), size):
-                yield kind[i : i + size]
+            queues: list[list[Segment]] = [[] for _ in range(self.prompts)]
+            for segment in kind:
+                queues[segment.behind].append(segment)
+            for i in range(0, max(map(len, queues)), size):
+                yield [queue[i : i + size] for queue in queues]
 
     def _capture(self, segment: Segment, entry: State) -> State:
         """Run a node without gradient; its keys and values go to `path`."""
@@ -139,29 +151,32 @@ class Traversal:
         if self._keeps(segment):
             run.outputs = self.outputs[segment.end] = {}
         with torch.no_grad(), running(run), self.routing.recording() as calls:
-            hidden, state = self.trunk.forward(segment.inputs[None], run, clones(entry))
+            hidden, state = self.trunk.forward(segment.rows, run, clones(entry))
         for layer, key in run.keys.items():
             self.path.write(layer, segment.start, key, run.values[layer])
         self._route([segment], calls, None)
         if scoring:
             assert hidden is not None
             self._keep([segment], self.head.log_probs(hidden[0], _targets([segment])))
-        self.tokens_without_graph += len(segment.inputs)
+        self.tokens_without_graph += segment.inputs.numel()
         if segment.prompt:
             self.captured[segment.end] = state
         return state
 
-    def _leaves(self, batch: list[Segment], state: State, gradient: bool) -> State:
-        """Run leaves, right-padded, from the same state; returned are the leaves of its graph,
-        with their cotangents in pass 2."""
+    def _leaves(self, by_prompt: list[list[Segment]], state: State, gradient: bool) -> State:
+        """Run leaves, right-padded and as many rows for each prompt, from the same state; returned
+        are the leaves of its graph, with their cotangents in pass 2."""
+        batch = [segment for part in by_prompt for segment in part]
+        rows = max(map(len, by_prompt))
         longest = max(len(segment.inputs) for segment in batch)
-        inputs = batch[0].inputs.new_zeros((len(batch), longest))
+        inputs = batch[0].inputs.new_zeros((len(by_prompt) * rows, longest))
         real = torch.zeros_like(inputs, dtype=torch.bool)
-        for row, segment in enumerate(batch):
-            inputs[row, : len(segment.inputs)] = segment.inputs
-            real[row, : len(segment.inputs)] = True
+        for i, part in enumerate(by_prompt):
+            for row, segment in enumerate(part, i * rows):
+                inputs[row, : len(segment.inputs)] = segment.inputs
+                real[row, : len(segment.inputs)] = True
         run = self._run(batch[0], to_the_end=True)
-        entry = leaves(state, len(batch), gradient and not self.scoring)
+        entry = leaves(state, rows, gradient and not self.scoring)
         if self.scoring:
             with torch.no_grad(), running(run), self.routing.recording() as calls:
                 hidden, _ = self.trunk.forward(inputs, run, entry)
@@ -187,9 +202,9 @@ class Traversal:
         if self._keeps(segment):
             take = self.outputs.get if segment.prompt else self.outputs.pop  # a prompt's are reused
             run.outputs = take(segment.end, None)
-        with self.trunk.graph(run, len(segment.inputs)):
+        with self.trunk.graph(run, segment.inputs.shape[-1]):
             with self.routing.recording() as calls:
-                hidden, state = self.trunk.forward(segment.inputs[None], run, clones(given))
+                hidden, state = self.trunk.forward(segment.rows, run, clones(given))
             outputs: list[Tensor] = []
             grads: list[Tensor] = []
             for layer, key in run.keys.items():
@@ -201,7 +216,7 @@ class Traversal:
             aux = self._route([segment], calls, None)
             rows = None if hidden is None else hidden[0]
             self._differentiate([segment], rows, outputs, grads, aux)
-        self.tokens_with_graph += len(segment.inputs)
+        self.tokens_with_graph += segment.inputs.numel()
         below = zero_cotangents(entry)
         add_cotangents(below, given)
         return below
@@ -234,21 +249,20 @@ class Traversal:
             spans = [self.coefficients[s.offset : s.offset + len(s.inputs)] for s in batch]
             return torch.cat(spans)
         assert self.terms is not None
-        terms = [self.terms[segment.offset] for segment in batch]
+        loss, leaves = self.terms.loss, [self.terms.leaves[s.offset] for s in batch]
         lengths = [len(segment.inputs) for segment in batch]
 
         def loss_fn(log_probs: Tensor) -> Tensor:
-            parts = zip(terms, torch.split(log_probs, lengths), strict=True)
-            return torch.stack([term(part).reshape(()) for term, part in parts]).sum()
+            return loss.some(leaves, list(torch.split(log_probs, lengths)))
 
-        loss, found = derivative(loss_fn, self.head.log_probs(rows, targets))
-        self.loss += loss
+        value, found = derivative(loss_fn, self.head.log_probs(rows, targets))
+        self.loss += value
         return found
 
     def _run(self, segment: Segment, to_the_end: bool) -> Run:
         everything = to_the_end or self.config.aux_loss > 0
         stop: frozenset[tuple[int, str]] = frozenset() if everything else self.trunk.top
-        return Run(self.path, segment.start, stop)
+        return Run(self.path, segment.start, stop, self.prompts)
 
     def _keeps(self, segment: Segment) -> bool:
         """Whether what attention gives for a node is kept from its capture to its recomputation."""

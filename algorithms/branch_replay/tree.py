@@ -4,12 +4,15 @@ A node owns its tokens and is *fed* the last token before it and all of its own 
 that every token's log-probability has exactly one owner, at each fork as well. The root is fed all
 of its tokens but the last: a prompt x_1..x_P leaves the state of x_1..x_{P-1}, and x_P is the first
 input of every branch.
+
+Several prompts of equal length may stand at the root, to be run as one batch. Then there are only
+leaves below, each of which says which prompt it follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,22 +23,27 @@ from algorithms.common.errors import InputError
 
 @dataclass
 class Node:
-    """Tokens int64 [n] and what may follow them. `scored`: its tokens' log-probabilities are
-    part of the loss (a model's turn); a prompt or a user's turn is not scored."""
+    """Tokens int64 [n] and what may follow them; at the root also [prompts, n]. `scored`: its
+    tokens' log-probabilities are part of the loss (a model's turn); a prompt or a user's turn is
+    not scored."""
 
     tokens: Tensor
     children: list[Node] = field(default_factory=list)
     scored: bool = True
+    behind: int | None = None
+    """Of several prompts, which it follows."""
 
 
-def group(prompt: Tensor, responses: Sequence[Tensor]) -> Node:
-    """The tree of a prompt and the responses to it."""
-    return Node(prompt, [Node(response) for response in responses], scored=False)
+def group(prompt: Tensor, responses: Sequence[Tensor | Node]) -> Node:
+    """The tree of a prompt and the responses to it, or the nodes below it."""
+    children = [r if isinstance(r, Node) else Node(r) for r in responses]
+    return Node(prompt, children, scored=False)
 
 
 def copied(node: Node) -> Node:
     """A tree whose tokens nobody else writes to."""
-    return Node(node.tokens.clone(), [copied(child) for child in node.children], node.scored)
+    children = [copied(child) for child in node.children]
+    return Node(node.tokens.clone(), children, node.scored, node.behind)
 
 
 @dataclass
@@ -45,7 +53,7 @@ class Segment:
     start: int
     """Inputs before this one on the path from the root."""
     inputs: Tensor
-    """int64 [n]"""
+    """int64 [n], of several prompts [prompts, n]."""
     targets: Tensor | None
     """int64 [n], of a scored node."""
     offset: int
@@ -57,10 +65,17 @@ class Segment:
     children: list[Segment] = field(default_factory=list)
     branches: int = 1
     """Leaves of the user's tree that it is a part of."""
+    behind: int = 0
+    """Of several prompts, which it follows."""
 
     @property
     def end(self) -> int:
-        return self.start + len(self.inputs)
+        return self.start + self.inputs.shape[-1]
+
+    @property
+    def rows(self) -> Tensor:
+        """Inputs of a node, int64 [prompts, n]."""
+        return self.inputs.view(-1, self.inputs.shape[-1])
 
 
 @dataclass
@@ -89,7 +104,8 @@ class Plan:
 def plan(root: Node, config: ReplayConfig, offset: int = 0) -> Plan:
     """Cut `root` into segments; its log-probabilities start at `offset` of the vector of all.
 
-    Raises `InputError` for a root without tokens and for a scored root.
+    Raises `InputError` for a root without tokens, for a scored root, and for what cannot be below
+    several prompts.
     """
     return _Planner(config, offset).plan(root)
 
@@ -101,15 +117,20 @@ class _Planner:
         self.paths: list[list[tuple[int, int]]] = []
 
     def plan(self, root: Node) -> Plan:
-        if len(root.tokens) == 0:
+        if root.tokens.numel() == 0:
             raise InputError("prompt: must have at least one token")
         if root.scored:
             raise InputError("prompt: the root of a tree cannot be scored")
         first = self.offset
+        n = root.tokens.shape[-1]
         below: list[Segment] = []
-        if root.children:
-            below = self._children(root, len(root.tokens) - 1, root.tokens[-1:], [])
-        pieces = self._pieces(0, root.tokens[:-1], None, self._open_chunks(root), prompt=True)
+        if root.tokens.ndim == 2:
+            below = self._behind(root, n - 1)
+        elif any(child.behind is not None for child in root.children):
+            raise InputError("responses: say which prompt they are behind, but there is one")
+        elif root.children:
+            below = self._children(root, n - 1, root.tokens[-1:], [])
+        pieces = self._pieces(0, root.tokens[..., :-1], None, self._open_chunks(root), prompt=True)
         segments = _chain(pieces, below, len(self.paths))
         longest = max((s.start for s in walk(segments)), default=0)
         return Plan(segments, self.offset - first, self.paths, longest)
@@ -117,8 +138,27 @@ class _Planner:
     def _open_chunks(self, root: Node) -> int:
         """How many of the prompt's last pieces the gradient passes through."""
         if self.config.mode == "exact":
-            return len(root.tokens)
+            return root.tokens.shape[-1]
         return self.config.truncated_chunks
+
+    def _behind(self, root: Node, start: int) -> list[Segment]:
+        """What follows several prompts: leaves, each in one piece."""
+        prompts = len(root.tokens)
+        if self.config.aux_loss:
+            raise InputError("aux_loss: must be 0 with several prompts in one")
+        below = []
+        for i, child in enumerate(root.children):
+            if child.behind is None or child.behind not in range(prompts):
+                said = f"behind is {child.behind}, must be one of {prompts} prompts"
+                raise InputError(f"responses[{i}]: {said}, counted from 0")
+            if child.children or len(child.tokens) > self.config.chunk:
+                raise InputError(
+                    f"responses[{i}]: behind several prompts a response has no nodes below and at "
+                    f"most chunk ({self.config.chunk}) tokens"
+                )
+            for segment in self._node(child, start, root.tokens[child.behind, -1:], []):
+                below.append(replace(segment, behind=child.behind))
+        return below
 
     def _children(
         self, node: Node, start: int, last: Tensor, path: list[tuple[int, int]]
@@ -152,19 +192,19 @@ class _Planner:
         prompt: bool = False,
     ) -> list[Segment]:
         chunk = self.config.chunk
-        cuts = range(0, len(inputs), chunk)
+        cuts = range(0, inputs.shape[-1], chunk)
         pieces = []
         for i, cut in enumerate(cuts):
             piece = Segment(
                 start=start + cut,
-                inputs=inputs[cut : cut + chunk],
+                inputs=inputs[..., cut : cut + chunk],
                 targets=None if targets is None else targets[cut : cut + chunk],
                 offset=self.offset,
                 gradient=len(cuts) - i <= open_chunks,
                 prompt=prompt,
             )
             if targets is not None:
-                self.offset += len(piece.inputs)
+                self.offset += len(inputs[cut : cut + chunk])
             pieces.append(piece)
         return pieces
 

@@ -53,11 +53,14 @@ class Trunk:
     def forward(self, inputs: Tensor, run: Run, state: State) -> tuple[Tensor | None, State]:
         """Hidden states [batch, tokens, width] of `inputs` int64 [batch, tokens] and the state
         after them; None where `run` stopped at the top layer. `state` may be written in."""
+        positions = {}
+        if run.rows is not None and self.attention:
+            positions["position_ids"] = run.rows.positions
         run.window = self.window
         cache = make_cache(run, self.layers, state)
         hidden = None
         try:
-            out = self.model.base_model(input_ids=inputs, cache=cache, use_cache=True)
+            out = self.model.base_model(input_ids=inputs, cache=cache, use_cache=True, **positions)
             hidden = out.last_hidden_state
         except TopReached:
             pass

@@ -3,8 +3,8 @@
 Where all ranks hold the same state it is stored once; where each has its own (weights between two
 exchanges, moments), `own` stores one per rank. A checkpoint is written to a temporary folder,
 sealed with the sizes of its files, and renamed by rank 0 after all ranks are done. One that is
-truncated or unreadable is passed over, with a warning, for the one before. Transfers inside
-torch.distributed.checkpoint are not metered.
+truncated or unreadable is passed over, with a warning, for the one before. Nothing in one is ever
+executed. Transfers inside torch.distributed.checkpoint are not metered.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from algorithms.common.checkpoint_reader import Planner, Reader
 from algorithms.common.comm import Comm
-from algorithms.common.errors import InputError
+from algorithms.common.errors import InputError, disk_error
 from algorithms.common.files import read_json, sync_directory, write_json
 from algorithms.common.nested import flatten, restore
 
@@ -50,7 +50,10 @@ class Checkpoints:
     def save(
         self, step: int, model: nn.Module, optimizer: Optimizer, extra: dict[str, Any]
     ) -> None:
-        """Write the state after `step`, equal on all ranks. `extra` holds plain JSON values."""
+        """Write the state after `step`, equal on all ranks. `extra` holds plain JSON values.
+
+        Raises `InputError` where the disk is full or read-only; what is there stays.
+        """
         weights, moments = get_state_dict(model, optimizer)
         self._write(step, {"model": weights, "optimizer": moments, "extra": json.dumps(extra)})
 
@@ -78,28 +81,38 @@ class Checkpoints:
         )
         return step, json.loads(state["extra"])
 
-    def load_own(self) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """What `save_own` wrote: the newest sound step, this rank's state, `extra`; (0, {}, {})
-        without one.
+    def peek(self) -> tuple[int, dict[str, Any]]:
+        """The newest sound step and its `extra`, without any state; (0, {}) without one."""
+        step = self._agree_on_newest()
+        if step == 0:
+            return 0, {}
+        state: dict[str, Any] = {"extra": ""}
+        self._read(step, state)
+        return step, json.loads(state["extra"])
 
-        Raises `InputError` when a sound checkpoint holds nothing of this rank.
+    def load_own(self, rank: int | None = None) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """What `save_own` wrote: the newest sound step, the state of this rank, or of `rank`, the
+        same on all ranks, and `extra`; (0, {}, {}) without one.
+
+        Raises `InputError` when a sound checkpoint holds nothing of that rank.
         """
+        rank = self.comm.rank if rank is None else rank
         step = self._agree_on_newest()
         if step == 0:
             return 0, {}, {}
         folder = self._folder(step)
-        written = FileSystemReader(folder).read_metadata().state_dict_metadata
-        if self._mine("plain") not in written:
-            raise InputError(f"{folder}: holds no state of rank {self.comm.rank}")
+        written = Reader(folder).read_metadata().state_dict_metadata
+        if _of(rank, "plain") not in written:
+            raise InputError(f"{folder}: holds no state of rank {rank}")
         tensors = {
             name: torch.empty(stored.size, dtype=stored.properties.dtype)
             for name, stored in written.items()
-            if name.startswith(self._mine("")) and isinstance(stored, TensorStorageMetadata)
+            if name.startswith(_of(rank, "")) and isinstance(stored, TensorStorageMetadata)
         }
-        state: dict[str, Any] = {"extra": "", self._mine("plain"): "", **tensors}
+        state: dict[str, Any] = {"extra": "", _of(rank, "plain"): "", **tensors}
         self._read(step, state)
-        own = {name.removeprefix(self._mine("")): each for name, each in tensors.items()}
-        return step, restore(own, state[self._mine("plain")]), json.loads(state["extra"])
+        own = {name.removeprefix(_of(rank, "")): each for name, each in tensors.items()}
+        return step, restore(own, state[_of(rank, "plain")]), json.loads(state["extra"])
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
         final = self._folder(step)
@@ -108,12 +121,18 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         self.comm.barrier()
-        save(
-            state,
-            checkpoint_id=temporary,
-            process_group=self.comm.group,
-            no_dist=self.comm.group is None,
-        )
+        try:
+            save(
+                state,
+                checkpoint_id=temporary,
+                process_group=self.comm.group,
+                no_dist=self.comm.group is None,
+            )
+        except CheckpointException as error:  # on all ranks
+            if self.comm.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            causes = (disk_error(cause, temporary) for cause, _ in error.failures.values())
+            raise next(filter(None, causes), error) from error
         self.comm.barrier()
         if self.comm.rank == 0:
             sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
@@ -131,7 +150,8 @@ class Checkpoints:
         try:
             load(
                 state,
-                checkpoint_id=folder,
+                storage_reader=Reader(folder),
+                planner=Planner(),
                 process_group=self.comm.group,
                 no_dist=self.comm.group is None,
             )
@@ -140,7 +160,7 @@ class Checkpoints:
             raise InputError(f"{folder}: cannot be loaded: {cause}") from error
 
     def _mine(self, name: str) -> str:
-        return f"rank_{self.comm.rank}.{name}"
+        return _of(self.comm.rank, name)
 
     def _folder(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
@@ -162,6 +182,10 @@ class Checkpoints:
             shutil.rmtree(folder)
 
 
+def _of(rank: int, name: str) -> str:
+    return f"rank_{rank}.{name}"
+
+
 def _unsound(folder: Path) -> str | None:
     """Why a checkpoint cannot be trusted, or None."""
     try:
@@ -174,4 +198,8 @@ def _unsound(folder: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} of {size} bytes"
+    try:
+        Reader(folder).read_metadata()
+    except InputError as error:
+        return str(error)
     return None

@@ -8,7 +8,7 @@ Not `from __future__ import annotations`: DDP compares the annotations of its ho
 
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from algorithms.common.codec import Codec
 from algorithms.common.errors import InputError
 from algorithms.common.meter import (
     CONTROL,
@@ -30,6 +29,9 @@ from algorithms.common.meter import (
 Op = Literal["sum", "mean", "max"]
 # A mean is a sum divided afterwards: gloo has no AVG, and both backends should round alike.
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+_PAIRS = 1
+"""gloo's tag of the messages of an all-to-all, so that they match none of `isend`, whose is 0."""
 
 Hook = Callable[[object, Any], torch.futures.Future[Tensor]]
 
@@ -100,39 +102,6 @@ class Comm(Meter):
             transfer.wait()
         return transfer
 
-    def all_reduce_flat(
-        self, tensors: Iterable[Tensor], tag: str, op: Op = "sum", codec: Codec | None = None
-    ) -> None:
-        """Reduce all `tensors` in place through one flat buffer, hence one collective, per dtype.
-
-        With a codec the encoded buffers are all-gathered, then each rank decodes and reduces them
-        in rank order. A world of one encodes and decodes too: what an algorithm gets back, and may
-        have to correct for, does not depend on the number of ranks.
-        """
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-        for members in by_dtype.values():
-            flat = torch.cat([member.reshape(-1) for member in members])
-            if codec is None:
-                self.all_reduce(flat, tag, op)
-            else:
-                flat = self._all_reduce_encoded(flat, tag, op, codec)
-            parts = torch.split(flat, [member.numel() for member in members])
-            for member, part in zip(members, parts, strict=True):
-                member.copy_(part.view_as(member))
-
-    def _all_reduce_encoded(self, flat: Tensor, tag: str, op: Op, codec: Codec) -> Tensor:
-        total: Tensor | None = None
-        for encoded in self.all_gather(codec.encode(flat), tag):
-            decoded = codec.decode(encoded, flat.numel(), flat.dtype)
-            if total is None:
-                total = decoded
-            else:
-                total = torch.maximum(total, decoded) if op == "max" else total.add_(decoded)
-        assert total is not None
-        return total.div_(self.world_size) if op == "mean" else total
-
     def reduce_scatter(self, output: Tensor, input: Tensor, tag: str, op: Op = "sum") -> None:
         """Reduce `input` [M * n, ...] over the ranks; rank r keeps its part r in `output` [n, ...].
 
@@ -168,9 +137,33 @@ class Comm(Meter):
             output.copy_(input)
             return
         wire = self._staged(output, fill=False)
-        dist.all_to_all_single(_as_bytes(wire), _as_bytes(self._staged(input)), group=self.group)
+        coming, going = _as_bytes(wire), _as_bytes(self._staged(input))
+        if self.backend == "gloo":
+            self._exchange_in_pairs(coming.chunk(self.world_size), going.chunk(self.world_size))
+        else:
+            dist.all_to_all_single(coming, going, group=self.group)
         if wire is not output:
             output.copy_(wire)
+
+    def _exchange_in_pairs(self, coming: Sequence[Tensor], going: Sequence[Tensor]) -> None:
+        """In turn k every rank sends to the k-th after it, so that none gets from several at once:
+        gloo's own all-to-all, all parts at a time, takes half as long again on a thin network."""
+        rank, size, group = self.rank, self.world_size, self.group
+        receives = {
+            peer: Transfer(part, dist.irecv(part, group=group, group_src=peer, tag=_PAIRS))
+            for peer, part in enumerate(coming)
+            if peer != rank
+        }
+        coming[rank].copy_(going[rank])
+        sends = []
+        for turn in range(1, size):
+            peer = (rank + turn) % size
+            part = going[peer]
+            work = dist.isend(part, group=group, group_dst=peer, tag=_PAIRS)
+            sends.append(Transfer(part, work))
+            receives[(rank - turn) % size].wait()
+        for each in sends:
+            each.wait()
 
     def all_gather_into(self, output: Tensor, input: Tensor, tag: str) -> None:
         """Concatenate every rank's `input` [n, ...] in rank order into `output` [M * n, ...]."""
@@ -281,6 +274,13 @@ class Comm(Meter):
     def recv(self, tensor: Tensor, peer: int, tag: str) -> Tensor:
         """`irecv`, then wait; returns `tensor`."""
         return self.irecv(tensor, peer, tag).wait()
+
+    def metered(self, sends: list[dist.P2POp], tag: str) -> list[dist.P2POp]:
+        """`sends` that torch is about to start itself, counted and made contiguous."""
+        for each in sends:
+            each.tensor = each.tensor.contiguous()
+            self._count(tag, each.tensor.nbytes, each.tensor.nbytes)
+        return sends
 
     def _trivial(self, tensor: Tensor) -> bool:
         """Nothing to send; the same on every rank, so all skip the call."""

@@ -73,10 +73,10 @@ def _field_names(cls: type[Config]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
-    """Which decoder to train: one of a `transformers` family by its sizes, or a local directory."""
+    """Which decoder to train: one of a `transformers` family by its sizes, or a local one."""
 
     path: str | None = None
-    """A local Hugging Face directory. When given, sizes below are ignored."""
+    """A local Hugging Face directory or GGUF file. When given, sizes below are ignored."""
     family: str = "llama"
     """`model_type` of transformers: llama, mistral, qwen2, qwen3, qwen3_moe, ..."""
     hidden_size: int = 128
@@ -118,8 +118,8 @@ class ModelConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Config):
-    """AdamW (Loshchilov and Hutter, 1711.05101) with the schedule of `TrainingConfig`."""
+class AdamWConfig(Config):
+    """AdamW (Loshchilov and Hutter, 1711.05101) with the schedule of `RunConfig`."""
 
     lr: float
     """Peak learning rate, reached after warm-up."""
@@ -131,38 +131,35 @@ class OptimizerConfig(Config):
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled; applied to matrices only."""
-    clip_norm: float = 1.0
-    """Largest global L2 norm of the gradient; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
         require(0 < self.lr < math.inf, "lr", "must be positive and finite")
         require(0 <= self.beta1 < 1, "beta1", "must be in [0, 1)")
         require(0 <= self.beta2 < 1, "beta2", "must be in [0, 1)")
         require(0 < self.eps < math.inf, "eps", "must be positive and finite")
-        for name in ("weight_decay", "clip_norm"):
-            require(0 <= getattr(self, name) < math.inf, name, "must be finite, not negative")
+        require(0 <= self.weight_decay < math.inf, "weight_decay", "must be finite, not negative")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(Config):
-    """What every pretraining arm shares: ranks, batch, horizon, evaluation, checkpoints."""
+class OptimizerConfig(AdamWConfig):
+    """AdamW with clipped gradients."""
 
-    ranks: int
-    """Processes, over all machines; more than one machine is README, "Several nodes"."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Chosen here, recorded in env.json, never swapped silently. gloo: CPU, nccl: CUDA."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: autocast of the forward pass; weights, gradients and optimizer stay fp32."""
+    clip_norm: float = 1.0
+    """Largest global L2 norm of the gradient; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.clip_norm < math.inf, "clip_norm", "must be finite, not negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """What every training run has: horizon, schedule, when it says, evaluates and writes what."""
+
     seed: int = 0
-    """Of the initial weights, the order of the data and dropout."""
+    """Of the initial weights, the order of the data, dropout and sampling."""
     steps: int
-    """Optimizer steps of the whole run."""
-    sequence_length: int
-    """Tokens whose successors are predicted, per sequence."""
-    global_batch: int
-    """Sequences per step over all ranks; the same sequences on any number of ranks."""
-    accumulation: int = 1
-    """Microbatches per step and rank; `global_batch` must be a multiple of ranks times this."""
+    """Updates of the whole run."""
     warmup_steps: int
     """Linear from 0; then cosine down to `final_lr_fraction` at the last step."""
     final_lr_fraction: float = 0.1
@@ -170,8 +167,6 @@ class TrainingConfig(Config):
     """Steps between rows of metrics.jsonl; evaluations and the last step have one too."""
     eval_every: int
     """Steps between held-out evaluations; the last step is always evaluated."""
-    eval_sequences: int
-    """Size of the fixed held-out set, in sequences."""
     checkpoint_every: int
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
@@ -179,17 +174,7 @@ class TrainingConfig(Config):
 
     def __post_init__(self) -> None:
         require_positive(
-            self,
-            "ranks",
-            "steps",
-            "sequence_length",
-            "global_batch",
-            "accumulation",
-            "log_every",
-            "eval_every",
-            "eval_sequences",
-            "checkpoint_every",
-            "keep_checkpoints",
+            self, "steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"
         )
         require(
             0 <= self.warmup_steps <= self.steps,
@@ -197,8 +182,87 @@ class TrainingConfig(Config):
             f"must be in [0, steps], is {self.warmup_steps} with {self.steps} steps",
         )
         require(0 <= self.final_lr_fraction <= 1, "final_lr_fraction", "must be in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedTrainingConfig(RunConfig):
+    """What arms of one pretraining stage share, however they are spread over ranks."""
+
+    sequence_length: int
+    """Tokens whose successors are predicted, per sequence."""
+    global_batch: int
+    """Sequences per step over all ranks; the same sequences on any number of ranks."""
+    eval_sequences: int
+    """Size of the fixed held-out set, in sequences."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "sequence_length", "global_batch", "eval_sequences")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(SharedTrainingConfig):
+    """The same for ranks that each have the whole model."""
+
+    ranks: int
+    """Processes, over all machines; more than one machine is README, "Several nodes"."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Chosen here, recorded in env.json, never swapped silently. gloo: CPU, nccl: CUDA."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: autocast of the forward pass; weights, gradients and optimizer stay fp32."""
+    accumulation: int = 1
+    """Microbatches per step and rank; `global_batch` must be a multiple of ranks times this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "ranks", "accumulation")
         require(
             self.global_batch % (self.ranks * self.accumulation) == 0,
             "global_batch",
             f"must be a multiple of ranks x accumulation ({self.ranks} x {self.accumulation})",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedJobConfig(Config):
+    """What the config.json of every job says; each stage has its own, with more."""
+
+    INPUTS: ClassVar[tuple[str, ...]] = ()
+    """Fields that name folders the job reads; what is in them is told by their MANIFEST.json."""
+
+    stage: str
+    """Name of the stage, such as `pretrain_lordo`; that of its job as well."""
+    arm_name: str
+    job_id: str
+    """Hash of everything that decides the result; names the run directory."""
+    model: ModelConfig
+
+    @property
+    def steps(self) -> int:
+        """Rows of metrics.jsonl count up to it."""
+        raise NotImplementedError
+
+    @property
+    def ranks(self) -> int:
+        """Processes that torchrun starts, over all machines."""
+        raise NotImplementedError
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that they take; 0: they run on CPUs."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainJobConfig(SharedJobConfig):
+    """Of a pretraining job; each stage has its own, with an `arm` more."""
+
+    INPUTS: ClassVar[tuple[str, ...]] = ("tokens_dir",)
+
+    tokens_dir: str
+    """Folder that `tasks/tokens.py` wrote, absolute."""
+    training: SharedTrainingConfig
+
+    @property
+    def steps(self) -> int:
+        return self.training.steps

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from algorithms.common.errors import InputError
-from algorithms.common.files import read_json
+from algorithms.common.files import read_json, require_inside
 
 Indices = npt.NDArray[np.int64]
 Shard = npt.NDArray[np.unsignedinteger[Any]]
@@ -44,6 +44,7 @@ class TokenShards:
             self.bytes_factor: float = manifest["bytes_per_token_bytes"]
             dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
             self._listed: list[dict[str, Any]] = manifest["splits"][split]["shards"]
+            require_inside(folder / "MANIFEST.json", [shard["file"] for shard in self._listed])
             self._shards = [
                 _map_shard(folder / s["file"], s["tokens"], dtype) for s in self._listed
             ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: no such file") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {one_line(error)}") from None
+
+
+def require_inside(manifest: Path, names: Iterable[str]) -> None:
+    """Raise `InputError` for a name in `manifest` that leads out of the folder it lies in."""
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InputError(f"{manifest}: {name!r} does not lie in its folder")
 
 
 def retired(folder: Path) -> Path:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from algorithms.common import data, memory, metrics
-from algorithms.common.checkpoint import Checkpoints
 from algorithms.common.comm import Comm
-from algorithms.common.config import TrainingConfig
+from algorithms.common.config import RunConfig, TrainingConfig
 from algorithms.common.errors import NonFiniteError, Preempted
 from algorithms.common.model import logits, parameter_count
+from algorithms.common.run import TextRun
 from algorithms.common.seeding import seed_step
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Guard(Protocol):
+    """Calls the collectives of a step; one that does more tells which rank they wait for."""
+
+    def __call__(self, step: int, work: Callable[[], T], /) -> T:
+        """The result of `work`."""
+
+
+def unguarded(step: int, work: Callable[[], T], /) -> T:
+    """Just call `work`."""
+    return work()
 
 
 class Method(Protocol):
@@ -39,9 +53,6 @@ class Method(Protocol):
 
     module: nn.Module
     """What the forward pass goes through; may wrap the model."""
-
-    ranks_differ: bool
-    """Whether ranks hold different weights or moments; then each has a checkpoint of its own."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -68,14 +79,19 @@ class Method(Protocol):
     def synced(self) -> AbstractContextManager[None]:
         """Inside it the model has the same weights on every rank; entered after `flush`."""
 
+
+@runtime_checkable
+class OwnState(Protocol):
+    """A `Method` whose ranks hold different weights or moments: each has its own checkpoint."""
+
     def state_dict(self) -> dict[str, Any]:
-        """All that this rank holds, weights included; asked for where `ranks_differ`."""
+        """All that this rank holds, weights included."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
 
 
-def learning_rate(step: int, peak: float, config: TrainingConfig) -> float:
+def learning_rate(step: int, peak: float, config: RunConfig) -> float:
     """Rate of step 1..steps: linear warm-up, then a cosine to `final_lr_fraction` of the peak."""
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
@@ -90,7 +106,7 @@ def token_loss(scores: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
     return F.cross_entropy(scores.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
-class Loop:
+class Loop(TextRun):
     """One run of one arm on one rank; `run` trains to the end or raises."""
 
     def __init__(
@@ -104,23 +120,15 @@ class Loop:
         run_dir: Path,
         comm: Comm,
         stop_requested: Callable[[], bool] = lambda: False,
+        guard: Guard = unguarded,
     ) -> None:
-        self.config = config
+        super().__init__(config, tokens_dir=tokens_dir, run_dir=run_dir, comm=comm)
+        self.config: TrainingConfig = config
         self.peak_lr = peak_lr
         self.model = model
         self.method = method
-        self.run_dir = run_dir
-        self.comm = comm
         self.stop_requested = stop_requested
-        self.train = data.TokenShards(tokens_dir, "train")
-        self.held_out = data.TokenShards(tokens_dir, "val")
-        self.train.require(config.global_batch, config.sequence_length)
-        self.held_out.require(config.eval_sequences, config.sequence_length)
-        self.token_bytes = data.token_bytes(tokens_dir).to(comm.device)
-        self.checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, comm)
-        self.started = time.perf_counter()
-        self.elapsed_before = 0.0
-        self.throughput = metrics.Throughput()
+        self.guard = guard
 
     def run(self) -> dict[str, Any]:
         """Train to the last step. Returns the two halves of result.json, `quality` and `timing`.
@@ -174,7 +182,7 @@ class Loop:
 
     def _restore(self) -> tuple[int, dict[str, Any]]:
         """The step of the newest checkpoint, restored, and what `_save` noted beside it."""
-        if not self.method.ranks_differ:
+        if not isinstance(self.method, OwnState):
             return self.checkpoints.load(self.model, self.method.optimizer)
         step, own, noted = self.checkpoints.load_own()
         if own:
@@ -182,7 +190,7 @@ class Loop:
         return step, noted
 
     def _save(self, step: int, noted: dict[str, Any]) -> None:
-        if self.method.ranks_differ:
+        if isinstance(self.method, OwnState):
             self.checkpoints.save_own(step, self.method.state_dict(), noted)
         else:
             self.checkpoints.save(step, self.model, self.method.optimizer, noted)
@@ -208,17 +216,31 @@ class Loop:
                 totals[1] += tokens[:, 1:].numel()
                 totals[2] += self.token_bytes[tokens[:, 1:]].sum()
         self.model.train()
-        self.comm.all_reduce(totals, tag="evaluation")
-        nats, count, size = totals.tolist()
-        return {
-            "val/loss": nats / count,
-            "val/perplexity": math.exp(min(nats / count, 700.0)),
-            "val/bits_per_byte": nats / math.log(2) / (size * self.held_out.bytes_factor),
-        }
+        self.guard(step, lambda: self.comm.all_reduce(totals, tag="evaluation"))
+        return self._figures(*totals.tolist())
 
     def _step(self, step: int) -> tuple[float, float, float, bool]:
         """One optimizer step: loss, gradient norm, learning rate, and whether to stop after it."""
-        seed_step(self.config.seed, step, self.comm.rank)
+        total, norm, microbatches = self._gradient(step)
+        lr = learning_rate(step, self.peak_lr, self.config)
+        stopping = False
+        if self._meets(step):
+            asked = torch.full_like(total, self.stop_requested())
+            size = self.comm.world_size
+            control = torch.stack((total / size, norm / size, asked, (~norm.isfinite()).float()))
+            self.guard(step, lambda: self.comm.all_reduce(control, tag="control"))
+            total, norm, stops, bad = control.unbind()
+            if bad:
+                raise NonFiniteError(self._diagnose(step, microbatches))
+            stopping = bool(stops)
+        else:
+            self._require_finite(step, norm, microbatches)
+        self.method.update(step, lr)
+        return total.item(), norm.item(), lr, stopping
+
+    def _gradient(self, step: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Of `step`, into `.grad`: this rank's loss, the gradient's norm, the microbatches."""
+        seed_step(self.config.seed, step, self.rank)
         microbatches = self._microbatches(step - 1)
         total = torch.zeros((), device=self.comm.device)
         for index, tokens in enumerate(microbatches):
@@ -227,23 +249,13 @@ class Loop:
                 # An infinite loss can have a finite gradient; NaN reaches the norm on every rank.
                 (loss * torch.where(torch.isfinite(loss), 1.0, torch.nan)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        norm = self.method.gradient_norm()
-        lr = learning_rate(step, self.peak_lr, self.config)
-        stopping = False
-        if self._meets(step):
-            asked = torch.full_like(total, self.stop_requested())
-            size = self.comm.world_size
-            control = torch.stack((total / size, norm / size, asked, (~norm.isfinite()).float()))
-            self.comm.all_reduce(control, tag="control")
-            total, norm, stops, bad = control.unbind()
-            if bad:
-                raise NonFiniteError(self._diagnose(step, microbatches))
-            stopping = bool(stops)
-        elif not norm.isfinite():  # the others learn of it from the launcher
+        return total, self.method.gradient_norm(), microbatches
+
+    def _require_finite(self, step: int, norm: Tensor, microbatches: list[Tensor]) -> None:
+        """For a step at which ranks do not meet: the others learn of it from the launcher."""
+        if not norm.isfinite():
             finding = self._finding(microbatches) or "the gradient's norm overflows float32"
-            raise NonFiniteError(f"step {step}: rank {self.comm.rank}: {finding}")
-        self.method.update(step, lr)
-        return total.item(), norm.item(), lr, stopping
+            raise NonFiniteError(f"step {step}: rank {self.rank}: {finding}")
 
     def _meets(self, step: int) -> bool:
         """Whether the ranks exchange their losses and wishes at `step`."""
@@ -257,8 +269,8 @@ class Loop:
             self.train,
             seed=self.config.seed,
             step=index,
-            rank=self.comm.rank,
-            world_size=self.comm.world_size,
+            rank=self.rank,
+            world_size=self.world_size,
             global_batch=self.config.global_batch,
             length=self.config.sequence_length,
         )
@@ -302,64 +314,8 @@ class Loop:
             findings.append(f"gradient of {bad[0]} is not finite")
         return ", ".join(findings)
 
-    def _due(self, step: int, every: int) -> bool:
-        return step % every == 0 or step == self.config.steps
+    def _optimizer_bytes(self) -> int:
+        return memory.optimizer_bytes(self.method.optimizer)
 
-    def _elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.started
-
-    def _row(self, step: int, loss: float, norm: float, lr: float) -> dict[str, Any]:
-        """What metrics.jsonl says of `step`; the peak is the largest over ranks."""
-        elapsed = self._elapsed()
-        return {
-            "step": step,
-            "time": time.time(),
-            "elapsed": elapsed,
-            "tokens": self._tokens(step),
-            "train/loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens_per_s": self.throughput.take(),
-            **self._hours(elapsed),
-            **self.comm.metrics(),
-            "memory/peak_bytes": self._peak_bytes(),
-            "memory/optimizer_bytes": memory.optimizer_bytes(self.method.optimizer),
-        }
-
-    def _hours(self, elapsed: float) -> dict[str, float]:
-        hours = elapsed * self.comm.world_size / 3600
-        on_gpu = self.comm.device.type == "cuda"
-        return {"device_hours": hours, "gpu_hours": hours if on_gpu else 0.0}
-
-    def _peak_bytes(self) -> int:
-        """The largest over ranks."""
-        peak = torch.tensor(memory.peak_bytes(self.comm.device), device=self.comm.device)
-        self.comm.all_reduce(peak, tag="control", op="max")
-        return int(peak.item())
-
-    def _tokens(self, steps: int) -> int:
-        return steps * self.config.global_batch * self.config.sequence_length
-
-    def _result(self, loss: float, held_out: dict[str, float]) -> dict[str, Any]:
-        """The two halves of result.json: what repeats exactly, and what does not."""
-        elapsed = self._elapsed()
-        counted = self.comm.metrics()
-        quality = {
-            "val_loss": held_out["val/loss"],
-            "val_perplexity": held_out["val/perplexity"],
-            "val_bits_per_byte": held_out["val/bits_per_byte"],
-            "train_loss": loss,
-            "steps": self.config.steps,
-            "tokens": self._tokens(self.config.steps),
-            "parameters": parameter_count(self.model),
-            "payload_bytes": counted["comm/payload_bytes"],
-            "wire_bytes": counted["comm/wire_bytes"],
-        }
-        timing = {
-            "seconds": elapsed,
-            **self._hours(elapsed),
-            "tokens_per_s": self._tokens(self.config.steps) / self.throughput.seconds_in_all,
-            "peak_bytes": self._peak_bytes(),
-            "optimizer_bytes": memory.optimizer_bytes(self.method.optimizer),
-        }
-        return {"quality": quality, "timing": timing}
+    def _parameters(self) -> int:
+        return parameter_count(self.model)

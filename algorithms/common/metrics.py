@@ -20,15 +20,20 @@ class MetricsLog:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
-        rows = read_rows(path)
+        rows = cut_back(path, resumed_step)
         self.elapsed = max((float(row["elapsed"]) for row in rows), default=0.0)
         """Seconds of earlier attempts up to their last row; steps redone since count twice."""
-        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= resumed_step]
-        write_text(path, "".join(kept))
 
     def append(self, row: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the rows after `step` from a file of rows; what it held before."""
+    rows = read_rows(path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+    return rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -45,8 +50,10 @@ def sentence(row: dict[str, Any], steps: int) -> str:
     """A row as one line for the log."""
     text = (
         f"step {row['step']}/{steps}  loss {row['train/loss']:.4f}  lr {row['lr']:.2e}  "
-        f"grad norm {row['grad_norm']:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
+        f"grad norm {row['grad_norm']:.3f}"
     )
+    if "tokens_per_s" in row:  # not of what was simulated
+        text += f"  {row['tokens_per_s']:,.0f} tokens/s"
     if "val/loss" in row:
         text += f"  held-out {row['val/loss']:.4f} ({row['val/bits_per_byte']:.4f} bits per byte)"
     return text

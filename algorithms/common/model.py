@@ -1,4 +1,4 @@
-"""Decoders from `transformers`: build one by its sizes, load and save Hugging Face directories.
+"""Decoders from `transformers`: build one by its sizes or start from one, save directories.
 
 We write no decoder of our own. What `save` leaves is an ordinary Hugging Face directory, weights in
 safetensors, with the tokenizer it was trained with.
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -21,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from algorithms.common.config import ModelConfig
 from algorithms.common.errors import InputError, one_line
 from algorithms.common.files import TOKENIZER_FILES
+from algorithms.common.pretrained import load_model
 from algorithms.common.seeding import seed_model
 
 disable_progress_bar()  # a rank's log is a file
@@ -29,7 +29,7 @@ disable_progress_bar()  # a rank's log is a file
 def build(config: ModelConfig, *, vocab_size: int, end_of_text: int, seed: int) -> nn.Module:
     """A causal language model in float32, the same weights on every rank for the same `seed`.
 
-    Raises `InputError` for an unknown family or size, a directory that holds no model, or one whose
+    Raises `InputError` for an unknown family or size, a path that holds no model, or one whose
     vocabulary is smaller than that of the tokens.
     """
     if config.path is not None:
@@ -41,42 +41,35 @@ def build(config: ModelConfig, *, vocab_size: int, end_of_text: int, seed: int) 
         if not hasattr(known, name):
             raise InputError(f"model.extra.{name}: {config.family} has no such setting")
     sizes = {k: v for k, v in config.to_dict().items() if k not in ("path", "family", "extra")}
-    resolved = AutoConfig.for_model(
-        config.family,
-        **{**sizes, **config.extra},
-        vocab_size=vocab_size,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        pad_token_id=end_of_text,
-    )
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+    settings = sizes | config.extra | special | {"vocab_size": vocab_size}
+    for name in config.extra:
+        if settings[name] != config.extra[name]:
+            raise InputError(f"model.extra.{name}: is {settings[name]}, as the tokens have it")
+    name = f"model.family: {config.family}"
     seed_model(seed)
     try:
+        resolved = AutoConfig.for_model(config.family, **settings)
         model: nn.Module = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32)
-    except ValueError as error:  # a family without a language model
-        raise InputError(f"model.family: {config.family}: {one_line(error)}") from None
-    _require_causal(model, f"model.family: {config.family}")
+        causal = _is_causal(model)
+    except Exception as error:  # whatever a family makes of its sizes and settings
+        raise InputError(f"{name}: {one_line(error)}") from None
+    if not causal:
+        raise InputError(f"{name} is not causal: a token's prediction depends on later tokens")
     return model
 
 
-def _require_causal(model: nn.Module, name: str) -> None:
-    """Raise `InputError` where a token sees the ones after it, as in BERT."""
+def _is_causal(model: nn.Module) -> bool:
+    """Whether a token sees none of those after it, as in BERT it does."""
     model.eval()
     with torch.no_grad():
         first, second = logits(model, torch.tensor([[0, 1, 2], [0, 1, 3]]))[:, :2]
     model.train()
-    if not torch.allclose(first, second, atol=1e-4):
-        raise InputError(f"{name} is not causal: a token's prediction depends on later tokens")
+    return torch.allclose(first, second, atol=1e-4)
 
 
 def _load(path: Path, vocab_size: int) -> nn.Module:
-    if not (path / "config.json").is_file():
-        raise InputError(f"model.path: {path} holds no config.json")
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, dtype=torch.float32
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"model.path: {path}: {one_line(error)}") from None
+    model: nn.Module = load_model(path)
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if rows < vocab_size:
         raise InputError(

@@ -66,8 +66,9 @@ class Bases:
             self._write([self._drawn(members, "first") for members in self._alike.values()])
 
     @torch.no_grad()
-    def refresh(self, matrices: Mapping[str, Tensor], step: int) -> None:
-        """New projections from `matrices` by name, in the weights' shapes; moments turn with them.
+    def find(self, matrices: Mapping[str, Tensor], step: int) -> list[Tensor]:
+        """New projections from `matrices` by name, in the weights' shapes; equal on all workers,
+        which `agree` sees to. Changes nothing that another call would see.
 
         Weights whose matrix has no direction keep theirs, with one line in the log.
         """
@@ -85,7 +86,7 @@ class Bases:
             same = overlap(new, old)
             self._note(members, same)
             found.append(torch.where((same > SAME_SPACE)[:, None, None], old, new))
-        self._turn(self._agreed(found))
+        return self._agreed(found)
 
     def _agreed(self, found: list[Tensor]) -> list[Tensor]:
         if self.agree is None:
@@ -94,7 +95,9 @@ class Bases:
         parts = torch.split(flat, [each.numel() for each in found])
         return [part.view_as(each) for part, each in zip(parts, found, strict=True)]
 
-    def _turn(self, found: list[Tensor]) -> None:
+    @torch.no_grad()
+    def turn(self, found: list[Tensor]) -> None:
+        """Take what `find` gave; moments turn with it."""
         for members, new in zip(self._alike.values(), found, strict=True):
             old = self._stacked(members, "projection")
             # A kept projection keeps the moments' bits: old^T old is one only up to rounding.

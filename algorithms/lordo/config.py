@@ -8,21 +8,24 @@ from typing import Literal
 
 from algorithms.common.config import (
     Config,
-    ModelConfig,
     OptimizerConfig,
+    PretrainJobConfig,
     TrainingConfig,
     require,
 )
 
-Wire = Literal["fp32", "bf16", "int8", "int4", "top_k"]
+Wire = Literal["fp32", "bf16", "int8", "int4", "int2", "sign", "top_k"]
+Compute = Literal["svd", "power", "dct"]
+Qhm = Literal["none", "low_rank", "full_rank"]
+Scaling = Literal["column", "scalar", "energy", "lift"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(Config):
     """Which weights have low-rank moments, and how their projection and update are made.
 
-    `lordo_ns` reads rank, projection, compute and parameters, `lowrank_ddp` rank, error_feedback
-    and parameters; the others must stay as they are there.
+    `lordo_ns` reads rank, projection, compute, carry and parameters, `lowrank_ddp` rank,
+    error_feedback and parameters, `lordo` all but carry; what is not read must stay as it is here.
     """
 
     rank: int
@@ -31,19 +34,22 @@ class LowRankConfig(Config):
     """global: from the averaged pseudo-gradient at every sync. local: from each worker's own
     gradients at every step. frozen: from the averaged first gradient, never again. random: drawn
     anew at every sync, from a seed that the workers share."""
-    compute: Literal["svd", "power", "dct"] = "svd"
+    compute: Compute = "svd"
     """How the leading directions are found: exactly, by one warm power iteration, or by choosing
     columns of a fixed cosine basis."""
-    qhm: Literal["none", "low_rank", "full_rank"] = "full_rank"
+    qhm: Qhm = "full_rank"
     """Which part of the gradient enters the step beside the momentum."""
     omega: float = 0.7
     """Share of the momentum in the step; 1 - omega is that of the gradient."""
     mu: float = 1.0
     """Divides the full-rank term."""
-    scaling: Literal["column", "scalar", "energy", "lift"] = "column"
+    scaling: Scaling = "column"
     """What stands for the second moment of a full-rank gradient."""
     error_feedback: bool = False
     """Keep what the projection drops and add it to the next gradient."""
+    carry: float = 0.0
+    """Share of what the projection drops that stays in `.grad`, where the next gradient is added
+    to it."""
     parameters: list[str] = field(default_factory=list)
     """Glob patterns of weight names; empty: the matrices of attention and MLP."""
 
@@ -51,6 +57,7 @@ class LowRankConfig(Config):
         require(self.rank > 0, "rank", "must be positive")
         require(0 <= self.omega <= 1, "omega", "must be in [0, 1]")
         require(0 < self.mu < math.inf, "mu", "must be positive and finite")
+        require(0 <= self.carry < 1, "carry", "must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,9 @@ class SyncConfig(Config):
     """A round's exchange may take this many steps of the next round; 0: wait for it."""
     timeout_s: float = 600.0
     """Longest wait for another worker."""
+    elastic: bool = False
+    """The others go on without a worker that dies or stalls; it joins again, with their weights.
+    The timeout must then be above the time of a step."""
 
     def __post_init__(self) -> None:
         require(self.every > 0, "every", "must be positive")
@@ -84,8 +94,16 @@ class SyncConfig(Config):
             require(getattr(self, name) >= 0, name, "must not be negative")
         require(self.delay < self.every, "delay", f"must be below every ({self.every})")
         for name in ("momentum_every", "variance_every"):
-            together = self.delay == 0 or getattr(self, name) % self.every == 0
-            require(together, name, f"with a delay it must be a multiple of every ({self.every})")
+            together = getattr(self, name) % self.every == 0
+            alone = self.delay == 0 and not self.elastic
+            what = "a delay" if self.delay else "elastic"
+            told = f"with {what} it must be a multiple of every ({self.every})"
+            require(together or alone, name, told)
+        require(
+            self.delay == 0 or not self.elastic,
+            "elastic",
+            "cannot go with a delay: a round in flight is lost with one of its workers",
+        )
         require(0 < self.outer_lr < math.inf, "outer_lr", "must be positive and finite")
         require(0 <= self.outer_momentum < 1, "outer_momentum", "must be in [0, 1)")
         nesterov = self.outer == "nesterov"
@@ -107,8 +125,9 @@ class ArmConfig(Config):
     """Optimizer of a rank's steps. lordo: Adam with low-rank moments. lordo_ns: orthogonalised
     low-rank momentum. muon: orthogonalised full momentum."""
     optimizer: OptimizerConfig
-    momentum: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
-    """How lordo_ns (fp32, bf16) and muon (fp32, int8, int4) keep the momentum of matrices."""
+    momentum: Literal["fp32", "bf16", "int8", "int4", "grad"] = "fp32"
+    """How lordo_ns (fp32, bf16) and muon (fp32, int8, int4, and with method local in `.grad`) keep
+    the momentum of matrices."""
     low_rank: LowRankConfig | None = None
     """For lowrank_ddp, and for local with an inner lordo or lordo_ns."""
     sync: SyncConfig | None = None
@@ -129,23 +148,24 @@ class ArmConfig(Config):
             "goes with lowrank_ddp, lordo and lordo_ns, and only with them",
         )
         self._require_unread_defaults()
-        kinds = {"lordo_ns": ("fp32", "bf16"), "muon": ("fp32", "int8", "int4")}
-        kept = kinds.get(self.inner, ("fp32",))
+        # Under DDP `.grad` is a view of what is sent: it cannot carry anything.
+        full = ("fp32", "int8", "int4", "grad") if local else ("fp32", "int8", "int4")
+        kept = {"lordo_ns": ("fp32", "bf16"), "muon": full}.get(self.inner, ("fp32",))
         require(self.momentum in kept, "momentum", f"must be {', '.join(kept)} with {self.inner}")
 
     def _require_unread_defaults(self) -> None:
         """Settings of `low_rank` that the method does not read must not look as if they counted."""
         low_rank = self.low_rank
-        if low_rank is None or (self.method == "local" and self.inner == "lordo"):
+        if low_rank is None:
             return
         if self.method == "lowrank_ddp":
             who, read = "lowrank_ddp", {"rank", "error_feedback", "parameters"}
+        elif self.inner == "lordo":
+            who, read = "lordo", set(low_rank.to_dict()) - {"carry"}
         else:
-            who, read = self.inner, {"rank", "projection", "compute", "parameters"}
-            required = low_rank.projection != "local"
-            require(
-                required, "low_rank.projection", "must be global, frozen or random with lordo_ns"
-            )
+            who, read = self.inner, {"rank", "projection", "compute", "carry", "parameters"}
+            shared = low_rank.projection != "local"
+            require(shared, "low_rank.projection", "must be global, frozen or random with lordo_ns")
         plain = LowRankConfig(rank=low_rank.rank)
         for name, value in low_rank.to_dict().items():
             unset = name in read or value == getattr(plain, name)
@@ -153,16 +173,21 @@ class ArmConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig(Config):
+class JobConfig(PretrainJobConfig):
     """The whole config.json of `tasks.jobs.pretrain_lordo`."""
 
-    stage: str
-    """Name of the DVC stage, `pretrain_lordo`."""
-    arm_name: str
-    job_id: str
-    """Hash of everything that decides the result; names the run directory."""
-    tokens_dir: str
-    """Folder that `tasks/tokens.py` wrote, absolute."""
-    model: ModelConfig
     training: TrainingConfig
     arm: ArmConfig
+
+    def __post_init__(self) -> None:
+        elastic = self.arm.sync is not None and self.arm.sync.elastic
+        known = not elastic or self.training.backend == "gloo"
+        require(known, "training.backend", "must be gloo with an arm whose sync is elastic")
+
+    @property
+    def ranks(self) -> int:
+        return self.training.ranks
+
+    @property
+    def gpus(self) -> int:
+        return self.training.ranks if self.training.backend == "nccl" else 0

@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from algorithms.common.adamw import set_rate
 from algorithms.common.comm import Comm
 from algorithms.common.model import logits
+from algorithms.lordo import inner
 from algorithms.lordo.lowrank_ddp import LowRankDdp
 
 
 class DataParallel:
     """Arm `ddp`, by DistributedDataParallel. On one rank it is plain training: no wrapper, no
     exchange."""
-
-    ranks_differ = False
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, comm: Comm, *, clip_norm: float
@@ -63,30 +62,19 @@ class DataParallel:
                 yield
 
     def gradient_norm(self) -> Tensor:
-        bound = self.clip_norm or torch.inf
-        return nn.utils.clip_grad_norm_(self.model.parameters(), bound)
+        return inner.clip(self.model, self.clip_norm)
 
     def meets(self, step: int) -> bool:
         return True
 
     def update(self, step: int, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        inner.descend(self.optimizer, lr)
 
     def flush(self, step: int) -> None:
         """Nothing to do: the ranks never differ."""
 
     def synced(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 class LowRankDataParallel:
@@ -95,8 +83,6 @@ class LowRankDataParallel:
     The optimizer says what a rank sends and what the mean does. Weights are the same on all ranks;
     what error feedback keeps is not.
     """
-
-    ranks_differ = True
 
     def __init__(
         self, model: nn.Module, optimizer: LowRankDdp, comm: Comm, *, clip_norm: float
@@ -114,14 +100,13 @@ class LowRankDataParallel:
 
     def gradient_norm(self) -> Tensor:
         """Of this rank's gradient, which is clipped by itself."""
-        return nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm or torch.inf)
+        return inner.clip(self.module, self.clip_norm)
 
     def meets(self, step: int) -> bool:
         return True
 
     def update(self, step: int, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         flat = self.optimizer.contribution()
         self.comm.all_reduce(flat, tag="gradients", op="mean")
         self.optimizer.apply(flat)

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from algorithms.lordo.membership import Decision, Membership
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ATTEMPTS = 10
 """Failed exchanges after which it is no longer a matter of workers that die."""
 CONNECT_S = 5.0
@@ -41,20 +43,13 @@ CHUNK_BYTES = 1 << 24
 
 
 class Worker(Protocol):
-    """What a round needs of the training on this rank."""
+    """What `Elastic` needs of the training on this rank."""
 
     def regroup(self) -> None:
         """The group is another one: forget what hangs on its ranks, such as residuals of shards."""
 
-    def exchange(self, step: int) -> Any:
-        """Do the collectives of a sync through the group's `Comm`, with results in new buffers.
-        May be called again for the same step: changes nothing that another call would see."""
-
-    def apply(self, step: int, exchanged: Any) -> None:
-        """Take over what `exchange` returned. Deterministic: all members end with equal weights."""
-
     def state(self) -> dict[str, Any]:
-        """What a worker that joins after an `apply` has to know: tensors and plain values."""
+        """What a worker that joins after a round has to know: tensors and plain values."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from the `state` of another worker; what it does not hold starts afresh."""
@@ -93,8 +88,19 @@ class Elastic:
         state becomes everybody's if nobody has gone on and this is the lowest rank."""
         return self._enter(self.membership.join(), step)
 
-    def sync(self, step: int, stop: bool = False) -> Turn:
-        """The sync of `step`; `stop`: this worker was asked to stop."""
+    def sync(
+        self,
+        step: int,
+        exchange: Callable[[int], T],
+        apply: Callable[[int, T], None],
+        stop: bool = False,
+    ) -> Turn:
+        """The sync of `step`; `stop`: this worker was asked to stop.
+
+        `exchange(step)` does the collectives through the group's `Comm`, with results in new
+        buffers. It may be called again: it changes nothing that another call would see. `apply`
+        takes over what it returned. Deterministic: all members end with equal weights.
+        """
         before = self.membership.decision.members
         for _ in range(ATTEMPTS):
             decision = self.membership.meet(stop)
@@ -104,10 +110,10 @@ class Elastic:
             if lost := [str(m.rank) for m in before if m not in decision.members]:
                 log.warning("step %d: going on without rank %s", step, ", ".join(lost))
             before = decision.members
-            succeeded, exchanged = self._try(step, decision, lambda: self.worker.exchange(step))
+            succeeded, exchanged = self._try(step, decision, lambda: exchange(step))
             verdict = self.membership.vote(succeeded)
             if verdict.committed:
-                self.worker.apply(step, exchanged)
+                apply(step, exchanged)
                 if verdict.joiners:
                     return self._enter(self.membership.admit(verdict.joiners), step)
                 return Turn(step, rejoined=False, stop=decision.stop, over=False)

@@ -1,4 +1,4 @@
-"""Config of an arm -> the optimizer of a rank's own steps.
+"""Config of an arm -> the optimizer of a rank's own steps; what a step asks of any of them.
 
 Weight decay goes to matrices only, as in `adamw`; which matrices have low-rank or orthogonalised
 momentum is decided by `selection`.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch import nn
-from torch.nn import Parameter
-from torch.optim import AdamW, Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from algorithms.common.config import OptimizerConfig
+from algorithms.common.adamw import adamw, by_decay, set_rate
 from algorithms.lordo.config import ArmConfig
 from algorithms.lordo.lowrank_ddp import LowRankDdp
 from algorithms.lordo.muon import LowRankMuon, Muon
@@ -39,7 +39,7 @@ def build(model: nn.Module, arm: ArmConfig) -> Optimizer:
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }
-    rest = _by_decay([p for name, p in model.named_parameters() if name not in names], config)
+    rest = by_decay([p for name, p in model.named_parameters() if name not in names], config)
     if arm.inner == "muon":
         return Muon([{"params": chosen, "matrices": True}, *rest], momentum=arm.momentum, **shared)
     low_rank = arm.low_rank
@@ -48,7 +48,7 @@ def build(model: nn.Module, arm: ArmConfig) -> Optimizer:
     if arm.method == "lowrank_ddp":
         return LowRankDdp(groups, error_feedback=low_rank.error_feedback, **shared)
     if arm.inner == "lordo_ns":
-        return LowRankMuon(groups, momentum=arm.momentum, **shared)
+        return LowRankMuon(groups, momentum=arm.momentum, carry=low_rank.carry, **shared)
     return LoRDO(
         groups,
         qhm=low_rank.qhm,
@@ -61,21 +61,13 @@ def build(model: nn.Module, arm: ArmConfig) -> Optimizer:
     )
 
 
-def adamw(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """torch's AdamW; weight decay on matrices only, not on norms and biases."""
-    return AdamW(
-        _by_decay(list(model.parameters()), config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+def clip(model: nn.Module, clip_norm: float) -> Tensor:
+    """Global L2 norm of the gradient before clipping, a scalar; clips it (0: only measures it)."""
+    return nn.utils.clip_grad_norm_(model.parameters(), clip_norm or torch.inf)
 
 
-def _by_decay(parameters: list[Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
-    matrices = [p for p in parameters if p.dim() >= 2]
-    others = [p for p in parameters if p.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+def descend(optimizer: Optimizer, lr: float) -> None:
+    """A step at that rate; clears the gradients."""
+    set_rate(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from algorithms.common.codec import CODECS
 from algorithms.common.comm import Comm
+from algorithms.common.loop import Guard, unguarded
+from algorithms.lordo import inner
 from algorithms.lordo.agreement import same_on_all_ranks
 from algorithms.lordo.config import LowRankConfig, SyncConfig
 from algorithms.lordo.sync import Sync
@@ -27,9 +29,11 @@ from algorithms.lordo.wire import Background, Pending, Reducer
 
 
 class Local:
-    """One rank of a local arm; a `Method` of `algorithms.common.loop`."""
+    """One rank of a local arm; a `Method` of `algorithms.common.loop`.
 
-    ranks_differ = True
+    `guard` calls every exchange; with a delay, only the wait for it. `world_size`: that of the run,
+    where `comm` does not know it yet.
+    """
 
     def __init__(
         self,
@@ -41,29 +45,29 @@ class Local:
         *,
         clip_norm: float,
         seed: int,
+        guard: Guard = unguarded,
+        world_size: int | None = None,
     ) -> None:
+        world_size = comm.world_size if world_size is None else world_size
         self.module = model
         self.comm = comm
         self.optimizer = optimizer
         self.config = config
         self.clip_norm = clip_norm
+        self.guard = guard
         self.sync = Sync(
             model.named_parameters(),
             optimizer,
             config,
             low_rank,
-            world_size=comm.world_size,
+            world_size=world_size,
             seed=seed,
-            agree=same_on_all_ranks(comm, "projection") if comm.world_size > 1 else None,
+            agree=same_on_all_ranks(comm, "projection") if world_size > 1 else None,
         )
         background = None
         if config.delay > 0:
             background = Background(_second_group(comm, config.timeout_s))
-        self.codec = CODECS.get(config.wire)
-        self.reducers = {
-            "delta": Reducer(comm, "delta", self.codec, background=background),
-            "moments": Reducer(comm, "moments", None, background=background),
-        }
+        self.reducers = {tag: self._reducer(tag, background) for tag in ("delta", "moments")}
         self.pending: dict[str, Pending] = {}
 
     def prepare(self, tokens: Tensor) -> None:
@@ -74,7 +78,7 @@ class Local:
 
     def gradient_norm(self) -> Tensor:
         """Of this rank's gradient, which is clipped by itself."""
-        return nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm or torch.inf)
+        return inner.clip(self.module, self.clip_norm)
 
     def meets(self, step: int) -> bool:
         return self.sync.awaits_first_gradient or self._arrives(step)
@@ -87,25 +91,22 @@ class Local:
         return sent > 0 and any(every and sent % every == 0 for every in periods)
 
     def update(self, step: int, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        first = self.sync.first_gradient()  # once; its reducer has nothing to keep
-        self.sync.apply(
-            step, {tag: Reducer(self.comm, tag, self.codec)(flat) for tag, flat in first.items()}
-        )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        first = self.sync.first_gradient()
+        if first:
+            self.guard(step, lambda: self._project(step, first))
+        inner.descend(self.optimizer, lr)
         if self._arrives(step):
-            self._finish(step)
-        self.pending |= self._start(self.sync.contributions(step))
-        if self.config.delay == 0:
-            self._finish(step)
+            self._exchange(step)
+        due = self.sync.contributions(step)
+        if self.config.delay > 0:
+            self.pending |= self._start(due)
+        else:
+            self._exchange(step, due)
 
     def flush(self, step: int) -> None:
         """Take in the round in flight, then exchange weights if steps were made since."""
-        self._finish(step)
-        self.pending = self._start(self.sync.flush(step))
-        self._finish(step)
+        self._exchange(step)
+        self._exchange(step, self.sync.flush(step))
 
     def synced(self) -> AbstractContextManager[None]:
         return self.sync.synced()
@@ -131,6 +132,26 @@ class Local:
         self.pending = {
             tag: Pending.restored(self.comm, each) for tag, each in state["pending"].items()
         }
+
+    def _project(self, step: int, first: Mapping[str, Tensor]) -> None:
+        """Average the first gradient; for want of a second, its reducer has nothing to keep."""
+        means = {tag: self._reducer(tag)(flat) for tag, flat in first.items()}
+        self.sync.apply(step, means)
+
+    def _reducer(self, tag: str, background: Background | None = None) -> Reducer:
+        """Moments go without a code."""
+        codec = None if tag == "moments" else CODECS.get(self.config.wire)
+        return Reducer(self.comm, tag, codec, background)
+
+    def _exchange(self, step: int, buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Average `buffers`, if there are any, and take in what is under way."""
+
+        def work() -> None:
+            self.pending |= self._start(buffers or {})
+            self._finish(step)
+
+        if buffers or self.pending:
+            self.guard(step, work)
 
     def _start(self, buffers: Mapping[str, Tensor]) -> dict[str, Pending]:
         return {tag: self.reducers[tag].start(flat) for tag, flat in buffers.items()}

@@ -21,19 +21,17 @@ Ranks start alike and stay alike, as under DDP: if all compute the same from the
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from algorithms.lordo.cohort import Cohort, Kept
-from algorithms.lordo.matrix_optimizer import Group, MatrixOptimizer, Params, require
-from algorithms.lordo.moments import begin_low_rank, kept_low_rank, say_what_is_cut
+from algorithms.common.cohort import Cohort, Kept
+from algorithms.common.matrix_optimizer import Group, Params, require
+from algorithms.lordo.moments import LowRank, begin_basis, kept_low_rank
 from algorithms.lordo.optimizer import add_product, as_moments, is_tall
-from algorithms.lordo.projection import oriented, orthonormal, random_orthonormal, rotate, usable
+from algorithms.lordo.projection import oriented, orthonormal, rotate, usable
 
 
-class LowRankDdp(MatrixOptimizer):
+class LowRankDdp(LowRank):
     """Groups with a `rank` above 0 hold weights `[..., rows, cols]`; other groups get AdamW.
 
     In a loop, after clipping: `apply(mean of contribution() over the workers)`. A world of one may
@@ -97,13 +95,9 @@ class LowRankDdp(MatrixOptimizer):
             self._take(cohort, parts[index], parts[len(cohorts) + index], group)
         self._update_dense()
 
-    def _has_matrices(self, group: Group) -> bool:
-        return bool(group["rank"] > 0)
-
     def _check(self, group: Group) -> None:
-        require("rank", group["rank"], group["rank"] >= 0)
+        super()._check(group)
         require("rho", group["rho"], 0 <= group["rho"] <= 1)
-        say_what_is_cut(group)
 
     def _kept(self, parameter: Tensor, group: Group) -> Kept:
         kept = kept_low_rank(parameter, group["rank"], group["error_feedback"])
@@ -111,11 +105,8 @@ class LowRankDdp(MatrixOptimizer):
         return {**kept, "right": ((*lead, long, rank), dtype)}
 
     def _begin(self, state: dict[str, Tensor]) -> None:
-        begin_low_rank(state)
-        right = state["right"]
-        *lead, long, rank = right.shape
-        drawn = random_orthonormal(math.prod(lead), long, rank, 1, like=right)
-        right.copy_(drawn.view_as(right))
+        super()._begin(state)
+        begin_basis(state["right"], seed=1)
 
     def _update(self, cohort: Cohort, gradient: Tensor, group: Group) -> None:
         self._take(cohort, *self._give(cohort, gradient, group), group)

@@ -25,13 +25,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from algorithms.common.errors import MissingRanks
 from algorithms.lordo.board import LAST_PAUSE_S, Board, Entry, Member, gone, those
 
 PATIENCE = 10
 """Timeouts for which one waits for the others when going on without them would lose work."""
 
 
-class LostContact(RuntimeError):
+class LostContact(MissingRanks):
     """Nobody who could let this worker go on shows a sign of life. The message is one line."""
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a weight with low-rank moments: shapes, first values, and which weights have any.
+"""What optimizers with low-rank moments share: which weights have them, shapes, first values.
 
 A weight is `[..., rows, cols]`; its leading dimensions count as matrices of their own. With m the
 shorter side and n the longer, its state is Q `[..., m, r]`, u and v `[..., r, n]`.
@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
-from algorithms.lordo.cohort import Kept
+from algorithms.common.cohort import Kept, is_matrix
+from algorithms.common.matrix_optimizer import Group, MatrixOptimizer, require
 from algorithms.lordo.projection import random_orthonormal
 
 log = logging.getLogger(__name__)
 
 
-def is_matrix(parameter: Tensor) -> bool:
-    """Whether a weight has matrices to project: 0-d, 1-D and empty ones have none."""
-    return parameter.dim() >= 2 and parameter.numel() > 0
+class LowRank(MatrixOptimizer):
+    """Groups with a `rank` above 0 have matrices; their state begins with a random projection, the
+    same for all matrices of a shape and on every worker."""
 
+    def _has_matrices(self, group: Group) -> bool:
+        return bool(group["rank"] > 0)
 
-def say_what_is_cut(group: Mapping[str, Any]) -> None:
-    """One line in the log for each shape whose shorter side is below the group's rank."""
-    rank = group["rank"]
-    shapes = {tuple(each.shape[-2:]) for each in group["params"] if is_matrix(each)}
-    for shape in sorted(shapes):
-        if rank > min(shape):
-            log.warning("rank %d is cut to %d for weights %s", rank, min(shape), shape)
+    def _check(self, group: Group) -> None:
+        """Has one line in the log for each shape whose shorter side is below the rank."""
+        rank = group["rank"]
+        require("rank", rank, rank >= 0)
+        shapes = {tuple(each.shape[-2:]) for each in group["params"] if is_matrix(each)}
+        for shape in sorted(shapes):
+            if rank > min(shape):
+                log.warning("rank %d is cut to %d for weights %s", rank, min(shape), shape)
+
+    def _begin(self, state: dict[str, Tensor]) -> None:
+        begin_basis(state["projection"], seed=0)
 
 
 def kept_low_rank(parameter: Tensor, rank: int, error: bool) -> Kept:
@@ -48,9 +53,8 @@ def kept_low_rank(parameter: Tensor, rank: int, error: bool) -> Kept:
     return {name: (shape, parameter.dtype) for name, shape in shapes.items()}
 
 
-def begin_low_rank(state: dict[str, Tensor]) -> None:
-    """A random projection, the same for all matrices of a shape and on every worker."""
-    basis = state["projection"]
-    *lead, short, rank = basis.shape
-    drawn = random_orthonormal(math.prod(lead), short, rank, 0, like=basis)
+def begin_basis(basis: Tensor, seed: int) -> None:
+    """Fill `[..., side, r]` with random orthonormal columns."""
+    *lead, side, rank = basis.shape
+    drawn = random_orthonormal(math.prod(lead), side, rank, seed, like=basis)
     basis.copy_(drawn.view_as(basis))

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from algorithms.common.codec import CODECS
-from algorithms.lordo.cohort import Cohort, Kept
-from algorithms.lordo.matrix_optimizer import Group, MatrixOptimizer, Params, require
-from algorithms.lordo.moments import begin_low_rank, is_matrix, kept_low_rank, say_what_is_cut
+from algorithms.common.cohort import Cohort, Kept, is_matrix
+from algorithms.common.matrix_optimizer import Group, MatrixOptimizer, Params, require
+from algorithms.lordo.moments import LowRank, kept_low_rank
 from algorithms.lordo.newton_schulz import newton_schulz_all
 from algorithms.lordo.optimizer import add_product, as_moments
 from algorithms.lordo.projection import oriented
@@ -66,7 +66,8 @@ class _Orthogonal(MatrixOptimizer):
         """As in torch, except that what is carried stays."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None or "carried" in self.state[parameter]:
+                state = self.state[parameter]
+                if parameter.grad is None or ("carried" in state and state["step"] > 0):
                     continue
                 if set_to_none:
                     parameter.grad = None
@@ -112,10 +113,16 @@ class Muon(_Orthogonal):
     def _check(self, group: Group) -> None:
         kinds = ("fp32", "grad", "int8", "int4")
         require("momentum", group["momentum"], group["momentum"] in kinds)
-        if group["matrices"] and group["momentum"] in CODECS:
-            odd = [each for each in filter(is_matrix, group["params"]) if each.numel() % 64]
+        if group["matrices"] and group["momentum"] == "grad":
+            require("betas", group["betas"], group["betas"][0] > 0)  # the step is that of b A
+        codec = CODECS.get(group["momentum"])
+        if group["matrices"] and codec is not None:
+            block = codec.block
+            odd = [each for each in filter(is_matrix, group["params"]) if each.numel() % block]
             if odd:
-                log.warning("%d weights do not fill blocks of 64: momentum uncoded", len(odd))
+                log.warning(
+                    "%d weights do not fill blocks of %d: momentum uncoded", len(odd), block
+                )
 
     def _kept(self, parameter: Tensor, group: Group) -> Kept:
         codec = CODECS.get(group["momentum"])
@@ -144,7 +151,7 @@ class Muon(_Orthogonal):
         self._move(cohort, cohort.matrices(gradient), group)
 
 
-class LowRankMuon(_Orthogonal):
+class LowRankMuon(LowRank, _Orthogonal):
     """Momentum of r directions. Groups with a `rank` above 0 hold weights `[..., rows, cols]`,
     their leading dimensions as many matrices; other groups get AdamW.
 
@@ -173,23 +180,16 @@ class LowRankMuon(_Orthogonal):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | own
         )
 
-    def _has_matrices(self, group: Group) -> bool:
-        return bool(group["rank"] > 0)
-
     def _check(self, group: Group) -> None:
-        require("rank", group["rank"], group["rank"] >= 0)
+        super()._check(group)
         require("momentum", group["momentum"], group["momentum"] in ("fp32", "bf16"))
         require("carry", group["carry"], 0 <= group["carry"] < 1)
-        say_what_is_cut(group)
 
     def _kept(self, parameter: Tensor, group: Group) -> Kept:
         dtype = torch.bfloat16 if group["momentum"] == "bf16" else parameter.dtype
         kept = kept_low_rank(parameter, group["rank"], error=False)
         low = {name: (kept[name][0], dtype) for name in ("projection", "exp_avg")}
         return low | ({"carried": (parameter.shape, parameter.dtype)} if group["carry"] else {})
-
-    def _begin(self, state: dict[str, Tensor]) -> None:
-        begin_low_rank(state)
 
     def _update(self, cohort: Cohort, gradient: Tensor, group: Group) -> None:
         beta, carry = group["betas"][0], group["carry"]

@@ -26,21 +26,19 @@ at every step by LDAdam's block power iteration.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from algorithms.lordo.cohort import Cohort, Kept
-from algorithms.lordo.matrix_optimizer import Group, MatrixOptimizer, Params, require
-from algorithms.lordo.moments import begin_low_rank, kept_low_rank, say_what_is_cut
+from algorithms.common.cohort import Cohort, Kept
+from algorithms.common.matrix_optimizer import Group, Params, require
+from algorithms.lordo.config import Qhm, Scaling
+from algorithms.lordo.moments import LowRank, kept_low_rank
 from algorithms.lordo.projection import oriented, orthonormal, rotate, top_r
 
-Qhm = Literal["none", "low_rank", "full_rank"]
-Scaling = Literal["column", "scalar", "energy", "lift"]
 
-
-class LoRDO(MatrixOptimizer):
+class LoRDO(LowRank):
     """Groups with a `rank` above 0 hold weights `[..., rows, cols]`, their leading dimensions as
     many matrices; other groups get AdamW.
 
@@ -86,71 +84,68 @@ class LoRDO(MatrixOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _has_matrices(self, group: Group) -> bool:
-        return bool(group["rank"] > 0)
-
     def _check(self, group: Group) -> None:
-        scalings = ("column", "scalar", "energy", "lift")
-        require("rank", group["rank"], group["rank"] >= 0)
-        require("qhm", group["qhm"], group["qhm"] in ("none", "low_rank", "full_rank"))
+        super()._check(group)
+        require("qhm", group["qhm"], group["qhm"] in get_args(Qhm))
         require("omega", group["omega"], 0 <= group["omega"] <= 1)
         require("mu", group["mu"], group["mu"] > 0)
-        require("scaling", group["scaling"], group["scaling"] in scalings)
+        require("scaling", group["scaling"], group["scaling"] in get_args(Scaling))
         require("rho", group["rho"], 0 <= group["rho"] <= 1)
-        say_what_is_cut(group)
 
     def _kept(self, parameter: Tensor, group: Group) -> Kept:
         return kept_low_rank(parameter, group["rank"], group["error_feedback"])
 
-    def _begin(self, state: dict[str, Tensor]) -> None:
-        begin_low_rank(state)
-
     def _update(self, cohort: Cohort, gradient: Tensor, group: Group) -> None:
         beta1, beta2 = group["betas"]
+        low = self._project(cohort, gradient, group)
+        first, second = cohort.flat["exp_avg"], cohort.flat["exp_avg_sq"]
+        first.lerp_(low, 1 - beta1)
+        second.mul_(beta2).addcmul_(low, low, value=1 - beta2)
         correction1, correction2 = 1 - beta1**cohort.step, 1 - beta2**cohort.step
         # 1/(sqrt(v/c) + eps) = sqrt(c)/(sqrt(v) + sqrt(c) eps): v stays as it is kept.
         root = math.sqrt(correction2)
         eps, omega = root * group["eps"], group["omega"]
-        bases = cohort.stacked["projection"]
-        first, second = cohort.flat["exp_avg"], cohort.flat["exp_avg_sq"]
-        matrices = cohort.matrices(gradient)  # G, and in the end U; [B, rows, cols] by shape
-        seen = matrices  # A
-        if group["error_feedback"]:
-            seen = cohort.matrices(cohort.flat["error"].add_(gradient))
-        if group["local"]:
-            for index, A in enumerate(seen):
-                _follow(cohort, index, oriented(A), group)
-        low = torch.empty_like(first)
-        lows = as_moments(cohort, low)  # g, and in the end what Q is multiplied with; [B, r, n]
-        for A, Q, g in zip(seen, bases, lows, strict=True):
-            torch.bmm(Q.mT, oriented(A), out=g)
-            if group["error_feedback"]:
-                add_product(A, Q, g, -1.0)
-        first.lerp_(low, 1 - beta1)
-        second.mul_(beta2).addcmul_(low, low, value=1 - beta2)
+        # From here on low is what Q is multiplied with, over root.
         if group["qhm"] == "low_rank":
             low.mul_(1 - omega).add_(first, alpha=omega / correction1)
         else:
             share = omega if group["qhm"] == "full_rank" else 1.0
             torch.mul(first, share / correction1, out=low)
         low.div_(second.sqrt().add_(eps))
+        bases = cohort.stacked["projection"]
+        matrices = cohort.matrices(gradient)  # G, and in the end U; [B, rows, cols] by shape
         if group["qhm"] == "full_rank":
-            scales = [
+            variances = [
                 full_rank_variance(group["scaling"], v, Q)
                 for v, Q in zip(cohort.stacked["exp_avg_sq"], bases, strict=True)
             ]
-            torch._foreach_sqrt_(scales)
-            torch._foreach_add_(scales, eps)
-            torch._foreach_reciprocal_(scales)
-            torch._foreach_mul_(scales, root * (1 - omega) / group["mu"])
-            for G, scale in zip(matrices, scales, strict=True):
+            scales = torch.cat([each.view(-1) for each in variances]).sqrt_().add_(eps)
+            scales.reciprocal_().mul_(root * (1 - omega) / group["mu"])
+            parts = scales.split_with_sizes([each.numel() for each in variances])
+            for G, part, like in zip(matrices, parts, variances, strict=True):
+                scale = part.view(like.shape)
                 G.mul_(scale.mT if is_tall(G) else scale)
         else:
             gradient.zero_()
-        for G, Q, part in zip(matrices, bases, lows, strict=True):
+        for G, Q, part in zip(matrices, bases, as_moments(cohort, low), strict=True):
             add_product(G, Q, part, root)
         lr = group["lr"]
         cohort.apply(matrices, [-lr] * len(matrices), 1 - lr * group["weight_decay"])
+
+    def _project(self, cohort: Cohort, gradient: Tensor, group: Group) -> Tensor:
+        """g, flat, once Q has followed the gradients; E becomes what it leaves of them."""
+        feedback = group["error_feedback"]
+        seen = cohort.matrices(cohort.flat["error"].add_(gradient) if feedback else gradient)  # A
+        if group["local"]:
+            for index, A in enumerate(seen):
+                _follow(cohort, index, oriented(A), group)
+        low = torch.empty_like(cohort.flat["exp_avg"])
+        bases = cohort.stacked["projection"]
+        for A, Q, g in zip(seen, bases, as_moments(cohort, low), strict=True):
+            torch.bmm(Q.mT, oriented(A), out=g)
+            if feedback:
+                add_product(A, Q, g, -1.0)
+        return low
 
 
 def full_rank_variance(scaling: Scaling, variance: Tensor, basis: Tensor) -> Tensor:

@@ -12,12 +12,11 @@ Signs follow a convention, so equal input gives equal bits on equal machines; ac
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Compute = Literal["svd", "power", "dct"]
+from algorithms.lordo.config import Compute
 
 
 def oriented(matrices: Tensor) -> Tensor:
@@ -30,8 +29,11 @@ def usable(matrices: Tensor) -> Tensor:
 
     False where an entry is not finite, and where all are so small that their squares underflow.
     """
-    largest = matrices.abs().amax(dim=(1, 2))
-    smallest = math.sqrt(torch.finfo(matrices.dtype).tiny)
+    return _are_usable(matrices.abs().amax(dim=(1, 2)))
+
+
+def _are_usable(largest: Tensor) -> Tensor:
+    smallest = math.sqrt(torch.finfo(largest.dtype).tiny)
     return (largest >= smallest) & largest.isfinite()
 
 
@@ -46,9 +48,9 @@ def top_r(
     A matrix that is not `usable` keeps its previous Q (without one: the first r unit vectors).
     """
     batch, short, _ = matrices.shape
-    good = usable(matrices)[:, None, None]
-    # Scaled to a largest entry of 1, so that no product over- or underflows.
     largest = matrices.abs().amax(dim=(1, 2), keepdim=True)
+    good = _are_usable(largest)
+    # Scaled to a largest entry of 1, so that no product over- or underflows.
     scaled = torch.where(good, matrices / torch.where(good, largest, 1), 0)
     if compute == "svd":
         found = _leading(scaled, rank)

@@ -108,7 +108,7 @@ class Reference:
         self.t += 1
         if self.t == 1 and self.method.projection in ("global", "frozen"):
             firsts = [_join(each[name] for name in self._low()) for each in gradients]
-            mean = reduce_stacked(firsts, self.codec, [])[0]
+            mean = reduce_stacked(firsts, self.codec)[0]
             weights = [self.x_sync[name] for name in self._low()]
             self._refresh(dict(zip(self._low(), _cut(mean, weights), strict=True)))
         for worker, given in zip(self.workers, gradients, strict=True):

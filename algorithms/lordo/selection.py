@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from algorithms.common.cohort import is_matrix
 from algorithms.common.errors import InputError
-from algorithms.lordo.moments import is_matrix
 
 PLACES = re.compile(r"attn|attention|mlp|feed_forward|ffn|expert", re.IGNORECASE)
 """Some module on a weight's path is called so: GPT-2, Llama, Mixtral, gpt-oss, DeepSeek, LFM2."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from algorithms.common.adamw import set_rate
 from algorithms.common.codec import CODECS, Codec
 from algorithms.common.errors import NonFiniteError
 from algorithms.common.loop import token_loss
@@ -59,9 +60,10 @@ class StackedMeter(Meter):
 
     def reducer(self, tag: str, flat: Tensor, codec: Codec | None) -> None:
         """Count one round of a `Reducer`: an all-to-all of M encoded parts, a gather of one."""
-        world_size, block = self.world_size, 1 if codec is None else codec.block
-        part = flat.new_zeros(-(-flat.numel() // (world_size * block)) * block)
-        size = part.nbytes if codec is None else codec.encode(part).nbytes
+        world_size = self.world_size
+        block = flat.new_zeros(1 if codec is None else codec.block)
+        blocks = -(-flat.numel() // (world_size * block.numel()))  # of a part
+        size = blocks * (block if codec is None else codec.encode(block)).nbytes
         scattered = reduce_scatter_wire_bytes(world_size * size, world_size)
         self._count(tag, (world_size - 1) * size, scattered)
         self.all_gather(tag, size)
@@ -111,7 +113,7 @@ class StackedDdp:
 
     def update(self, step: int, lr: float) -> None:
         self.meter.all_reduce("gradients", self.gradient_bytes)
-        _step(self.optimizer, lr)
+        inner.descend(self.optimizer, lr)
 
     def flush(self, step: int) -> None:
         """Nothing to do: the workers never differ."""
@@ -150,7 +152,7 @@ class StackedLowRankDdp:
         mean, _ = reduce_stacked(given, None)
         self.meter.all_reduce("gradients", mean.nbytes)
         for optimizer in self.optimizers:
-            _set_rate(optimizer, lr)
+            set_rate(optimizer, lr)
             optimizer.apply(mean)
             optimizer.zero_grad(set_to_none=True)
 
@@ -204,7 +206,7 @@ class StackedLocal:
     def update(self, step: int, lr: float) -> None:
         self._apply(step, self._exchange([w.sync.first_gradient() for w in self.workers]))
         for worker in self.workers:
-            _step(worker.optimizer, lr)
+            inner.descend(worker.optimizer, lr)
         if self.under_way is not None and self.under_way[0] == step:
             self._land(step)
         reduced = self._exchange([w.sync.contributions(step) for w in self.workers])
@@ -245,7 +247,7 @@ class StackedLocal:
         for tag in contributed[0]:
             flats = [buffers[tag] for buffers in contributed]
             codec = None if tag == "moments" else self.codec
-            mean, sents = reduce_stacked(flats, codec, self.owners if tag == "delta" else [])
+            mean, sents = reduce_stacked(flats, codec, self.owners if tag == "delta" else None)
             self.meter.reducer(tag, flats[0], codec)
             for mine, sent in zip(reduced, sents, strict=True):
                 mine[tag] = Reduced(mean, sent)
@@ -286,20 +288,9 @@ def _backward_all(
     for worker, (model, tokens) in enumerate(zip(models, batches, strict=True)):
         loss = token_loss(logits(model, tokens[:, :-1]), tokens[:, 1:])
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or torch.inf)
+        norm = inner.clip(model, clip_norm)
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             found = f"loss is {loss.item()}, the gradient's norm {norm.item()}"
             raise NonFiniteError(f"worker {worker}: {found}")
         total += loss.item() / len(models)
     return total
-
-
-def _step(optimizer: Optimizer, lr: float) -> None:
-    _set_rate(optimizer, lr)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _set_rate(optimizer: Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr

@@ -152,33 +152,64 @@ class Sync:
         return self._contribute(step, step != self.last_step, (), partial=True)
 
     @torch.no_grad()
-    def apply(self, step: int, reduced: Mapping[str, Reduced]) -> None:
-        """Take what the workers' contributions averaged to; with nothing, do nothing.
+    def find(self, step: int, reduced: Mapping[str, Reduced]) -> list[Tensor] | None:
+        """The projections that `apply` would take, if any. `agree` is asked here and nowhere else,
+        so `apply` with them exchanges nothing. Changes nothing. Raises what `apply` raises."""
+        for tag, each in reduced.items():
+            if not isinstance(each, Reduced):
+                kind = type(each).__name__
+                raise InputError(f"{tag}: must be Reduced(mean, sent), not {kind}")
+        bases, done = self.bases, self.round
+        if "projection" in reduced:
+            assert bases is not None
+            parts = _like(reduced["projection"].mean, [each for _, each in bases.named])
+            names = [name for name, _ in bases.named]
+            return bases.find(dict(zip(names, parts, strict=True)), step)
+        if done is None or not reduced.keys() & {"delta", "moments"}:
+            return None
+        if done.delta is not None:
+            mean = reduced["delta"].mean
+            self._require_finite("pseudo-gradient", self.names, self.parameters, mean, done.step)
+        if done.moments is not None:
+            names, values = _names_and_values(self._moments(done.keys))
+            mean = reduced["moments"].mean
+            self._require_finite("average moment", names, values, mean, done.step)
+        if done.delta is None or done.partial or bases is None or not bases.refreshes:
+            return None
+        parts = _like(reduced["delta"].mean, self.parameters)
+        return bases.find(dict(zip(self.names, parts, strict=True)), done.step)
+
+    @torch.no_grad()
+    def apply(
+        self, step: int, reduced: Mapping[str, Reduced], found: list[Tensor] | None = None
+    ) -> None:
+        """Take what the workers' contributions averaged to; with nothing, do nothing. `found` is
+        what `find` gave for it, unless it is to be found now.
 
         `step` is the last one whose update was made. It may be d steps after the contributions:
         progress made meanwhile stays on top of the new weights, and a moment's correction has
         decayed as the moment has. So x_k <- x_k + (x_sync - x_k as it was contributed), and
         u_k <- u_k + b1^d (mean - u_k as it was contributed). Raises `NonFiniteError`, before it
-        changes anything, for a mean that is not finite.
+        changes anything, for a mean that is not finite, and `InputError` for what is not `Reduced`.
         """
-        if "projection" in reduced:
+        if found is None:
+            found = self.find(step, reduced)
+        if self.round is not None and reduced.keys() & {"delta", "moments"}:
+            done, lag = self.round, step - self.round.step
+            if done.moments is not None:
+                self._apply_moments(done, reduced["moments"].mean, lag)
+            if done.delta is not None:
+                self._apply_delta(done, reduced["delta"], lag)
+                self.last_step = done.step
+            self.round = None
+        if found is not None:
             assert self.bases is not None
-            parts = _like(reduced["projection"].mean, [each for _, each in self.bases.named])
-            names = [name for name, _ in self.bases.named]
-            self.bases.refresh(dict(zip(names, parts, strict=True)), step)
-            self.projected = True
-        if self.round is None or not reduced.keys() & {"delta", "moments"}:
-            return
-        done, lag = self.round, step - self.round.step
-        if done.delta is not None:
-            mean = reduced["delta"].mean
-            self._require_finite("pseudo-gradient", self.names, self.parameters, mean, done.step)
-        if done.moments is not None:
-            self._apply_moments(done, reduced["moments"].mean, lag)
-        if done.delta is not None:
-            self._apply_delta(done, reduced["delta"], lag)
-            self.last_step = done.step
-        self.round = None
+            self.bases.turn(found)
+            self.projected |= "projection" in reduced
+
+    def return_to_sync(self) -> None:
+        """Give the model `x_sync` as weights, as after a round that dropped nothing."""
+        self._assign(self.x_sync)
 
     @contextmanager
     def synced(self) -> Iterator[None]:
@@ -221,13 +252,6 @@ class Sync:
             values = {key: self._own(value) for key, value in state["round"].items()}
             self.round = Round(**values)
 
-    def unfinished(self) -> dict[str, Tensor]:
-        """The contributions of the round in flight, as they were given out."""
-        if self.round is None:
-            return {}
-        buffers = {"delta": self.round.delta, "moments": self.round.moments}
-        return {key: buffer for key, buffer in buffers.items() if buffer is not None}
-
     @torch.no_grad()
     def _contribute(
         self, step: int, weights: bool, keys: tuple[str, ...], partial: bool
@@ -237,20 +261,21 @@ class Sync:
         if self.round is not None:
             raise RuntimeError(f"the round of step {self.round.step} has not been applied")
         self.round = Round(step, partial, keys=keys)
+        buffers = {}
         if weights:
             self.round.taken = self._weights()
-            self.round.delta = self.round.taken - self.x_sync
+            delta = self.round.delta = self.round.taken - self.x_sync
             if self.residual is not None:
-                self.round.delta += self.residual
+                delta += self.residual
+            buffers["delta"] = delta
         if keys:
-            self.round.moments = _flat([value for _, _, value in self._moments(keys)])
-        return self.unfinished()
+            moments = self.round.moments = _flat(_names_and_values(self._moments(keys))[1])
+            buffers["moments"] = moments
+        return buffers
 
     def _apply_moments(self, done: Round, mean: Tensor, lag: int) -> None:
         members = self._moments(done.keys)
-        names = [name for name, _, _ in members]
-        values = [value for _, _, value in members]
-        self._require_finite("average moment", names, values, mean, done.step)
+        _, values = _names_and_values(members)
         if lag == 0:
             torch._foreach_copy_(values, _like(mean, values))
             return
@@ -277,11 +302,6 @@ class Sync:
         elif self.config.residual == "buffer":
             self.residual = done.delta - sent
         self._assign(target if lag == 0 else self._weights() + (target - done.taken))
-        bases = self.bases
-        if bases is not None and not done.partial and bases.refreshes:
-            bases.refresh(
-                dict(zip(self.names, _like(mean, self.parameters), strict=True)), done.step
-            )
 
     def _outer_step(self, mean: Tensor) -> Tensor:
         config = self.config
@@ -335,6 +355,12 @@ class Sync:
 
     def _own(self, value: Any) -> Any:
         return value.to(self.x_sync.device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _names_and_values(
+    moments: list[tuple[str, float, Tensor]],
+) -> tuple[list[str], list[Tensor]]:
+    return [name for name, _, _ in moments], [value for _, _, value in moments]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

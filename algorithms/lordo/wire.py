@@ -94,9 +94,8 @@ class Pending:
 class Reducer:
     """Averages one kind of buffer over the ranks of `comm`, round after round.
 
-    `codec` None sends the buffer's dtype. Without `both_ways` the means come back in it, and no
-    residual is kept. With `background` a started round goes on while the caller computes; without,
-    `start` returns when the round is over.
+    `codec` None sends the buffer's dtype. With `background` a started round goes on while the
+    caller computes; without, `start` returns when the round is over.
     """
 
     def __init__(
@@ -104,14 +103,12 @@ class Reducer:
         comm: Comm,
         tag: str,
         codec: Codec | None,
-        both_ways: bool = True,
         background: Background | None = None,
     ) -> None:
         self._comm = comm
         self._tag = tag
-        self._there = codec or _Plain()
-        self._back = self._there if both_ways else _Plain()
-        self._feedback = codec is not None and both_ways
+        self._code = codec or _Plain()
+        self._feedback = codec is not None
         self._background = background
         self._residual: Tensor | None = None  # of the part that this rank owns
         self._newest: Future[Tensor] | None = None
@@ -126,9 +123,9 @@ class Reducer:
 
         All ranks start the same rounds in the same order. `flat` is copied: it may be changed.
         """
-        padded = _padded(flat.detach(), self._comm.world_size, self._there.block)
-        encoded = self._there.encode(padded)
-        sent = self._there.decode(encoded, flat.numel(), flat.dtype)
+        padded = _padded(flat.detach(), self._comm.world_size, self._code.block)
+        encoded = self._code.encode(padded)
+        sent = self._code.decode(encoded, flat.numel(), flat.dtype)
         background = self._background
         lane = Comm(background.group if background else self._comm.group, self._comm.device)
         assert lane.world_size == self._comm.world_size, "the background has other ranks"
@@ -140,11 +137,12 @@ class Reducer:
                 return self._exchange(lane, encoded, len(padded), flat.dtype)[: flat.numel()]
 
         if background is None:
-            self._newest = Future()
-            self._newest.set_result(exchange())
+            mean = Future[Tensor]()
+            mean.set_result(exchange())  # if it fails, there is no round that anyone waits for
         else:
-            self._newest = background.thread.submit(exchange)
-        return Pending(self._comm, lane, self._newest, sent)
+            mean = background.thread.submit(exchange)
+        self._newest = mean
+        return Pending(self._comm, lane, mean, sent)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The residual of the part that this rank owns. Blocks until all rounds that were started
@@ -162,7 +160,7 @@ class Reducer:
         """Mean [numel] of every rank's `encoded`, whose M equal parts hold numel / M values."""
         received = torch.empty_like(encoded)
         comm.all_to_all(received, encoded, self._tag)
-        mean = _mean(self._there.decode(received, numel, dtype).chunk(comm.world_size))
+        mean = _mean(self._code.decode(received, numel, dtype).chunk(comm.world_size))
         if self._residual is not None:
             if self._residual.shape != mean.shape:
                 raise InputError(
@@ -170,10 +168,11 @@ class Reducer:
                     f" part of the buffer {mean.numel()}; another model or number of ranks"
                 )
             mean += self._residual
-        encoded = self._back.encode(mean)
+        parts = comm.all_gather(self._code.encode(mean), self._tag)
+        means = self._code.decode(torch.cat(parts), numel, dtype)
         if self._feedback:
-            self._residual = _lost(mean, encoded, self._back)
-        return self._back.decode(torch.cat(comm.all_gather(encoded, self._tag)), numel, dtype)
+            self._residual = _lost(mean, means.chunk(comm.world_size)[comm.rank])
+        return means
 
 
 @torch.no_grad()
@@ -182,8 +181,8 @@ def reduce_stacked(
 ) -> tuple[Tensor, list[Tensor]]:
     """What M ranks with `Reducer`s get for `flats` (each [numel]): the mean and each one's `sent`.
 
-    `residuals` are the owners', in rank order, and are replaced; a new list is empty. None is a
-    reducer without `both_ways`.
+    `residuals` are the owners', in rank order, and are replaced; a new list is empty. None keeps
+    none, as in a reducer's only round.
     """
     code = codec or _Plain()
     numel, dtype = flats[0].numel(), flats[0].dtype
@@ -192,31 +191,32 @@ def reduce_stacked(
         padded = _padded(flat.detach(), len(flats), code.block)
         decoded.append(code.decode(code.encode(padded), len(padded), dtype))
     mean = _mean(decoded)
-    if codec is not None and residuals is not None:
+    if codec is not None:
         if residuals:
             mean += torch.cat(residuals)
-        encoded = codec.encode(mean)
-        residuals[:] = _lost(mean, encoded, codec).chunk(len(flats))
-        mean = codec.decode(encoded, len(mean), dtype)
+        means = codec.decode(codec.encode(mean), len(mean), dtype)
+        if residuals is not None:
+            residuals[:] = _lost(mean, means).chunk(len(flats))
+        mean = means
     return mean[:numel], [each[:numel] for each in decoded]
 
 
 class _Plain:
-    """No code: the bytes of the values, in the same memory."""
+    """No code: the bytes of a copy of the values."""
 
     block = 1
 
     def encode(self, flat: Tensor) -> Tensor:
-        return flat.view(torch.uint8)
+        return flat.clone().view(torch.uint8)
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return encoded.view(dtype)[:numel]
 
 
 def _padded(flat: Tensor, world_size: int, block: int) -> Tensor:
-    """A copy of `flat` [numel], filled up with zeros to M equal parts of whole blocks."""
+    """`flat` [numel], filled up with zeros to M equal parts of whole blocks; a copy if need be."""
     missing = -flat.numel() % (world_size * block)
-    return torch.cat([flat, flat.new_zeros(missing)])
+    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
 def _mean(held: Sequence[Tensor]) -> Tensor:
@@ -227,7 +227,7 @@ def _mean(held: Sequence[Tensor]) -> Tensor:
     return total.div_(len(held))
 
 
-def _lost(values: Tensor, encoded: Tensor, codec: Codec) -> Tensor:
-    """What `codec` lost of `values`. Nothing where that is not finite: such a round is the
+def _lost(values: Tensor, decoded: Tensor) -> Tensor:
+    """What a code lost of `values`. Nothing where that is not finite: such a round is the
     receiver's to refuse, and must not spoil the next."""
-    return (values - codec.decode(encoded, len(values), values.dtype)).nan_to_num_(0.0, 0.0, 0.0)
+    return (values - decoded).nan_to_num_(0.0, 0.0, 0.0)

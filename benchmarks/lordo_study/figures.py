@@ -1,24 +1,21 @@
 """From results of runs to the flat figures: ratios of bytes and state, gaps of perplexity.
 
-A figure is a function of one seed's results; its value is the mean over seeds, its `_spread` the
-range (null with one seed). Gaps compare runs of one seed, hence of the same data in the same order.
+Gaps compare runs of one seed, hence of the same data in the same order (`study/figures.py`).
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from benchmarks.lordo_study.training import Result
+from benchmarks.study.figures import Figure, Seed, add
 
 OURS = "lordo_ns"
 PAPER = "lordo_global"
 WIRE = {OURS: ("lordo_ns", "lordo_ns_fp32"), PAPER: ("lordo_global_int4", "lordo_global")}
-"""Named arm -> itself with the int4 wire, and with the fp32 wire."""
+"""Named arm -> itself with a coded wire, and with the fp32 wire."""
 
-Seed = Mapping[str, Result]
-"""Arm -> its result with this seed; arms that were not run are missing."""
-Figure = Callable[[Seed], float]
+Number = Callable[[Seed], float]
+"""A figure that is never None."""
 
 
 def named_arms(seeds: Sequence[Seed]) -> dict[str, float | None]:
@@ -26,9 +23,9 @@ def named_arms(seeds: Sequence[Seed]) -> dict[str, float | None]:
     figures: dict[str, float | None] = {}
     for prefix, arm in (("", OURS), ("paper.", PAPER)):
         for name, figure in _comparisons(arm).items():
-            _add(figures, prefix + name, figure, seeds)
+            add(figures, prefix + name, figure, seeds)
     for name, figure in PAPER_ONLY.items():
-        _add(figures, f"paper.{name}", figure, seeds)
+        add(figures, f"paper.{name}", figure, seeds)
     return figures
 
 
@@ -36,33 +33,21 @@ def each_arm(seeds: Sequence[Seed], arms: Sequence[str]) -> dict[str, float | No
     """`ARM.perplexity_mean` on the test split and what the arm sends and holds."""
     figures: dict[str, float | None] = {}
     for arm in arms:
-        _add(figures, f"{arm}.perplexity_mean", _of(arm, "test_perplexity"), seeds)
-        for name in ("payload_bytes_per_step", "state_bytes"):
-            _add(figures, f"{arm}.{name}", _of(arm, name), seeds)
+        add(figures, f"{arm}.perplexity_mean", _of(arm, "test_perplexity"), seeds)
+        for name in ("payload_bytes_per_step", "state_bytes", "carried_bytes"):
+            add(figures, f"{arm}.{name}", _of(arm, name), seeds)
     return figures
 
 
-def _add(
-    figures: dict[str, float | None], name: str, figure: Figure, seeds: Sequence[Seed]
-) -> None:
-    """Null where an arm was not run or diverged."""
-    try:
-        values = [figure(seed) for seed in seeds]
-    except (KeyError, TypeError):
-        values = []
-    figures[name] = statistics.fmean(values) if values else None
-    figures[f"{name}_spread"] = max(values) - min(values) if len(values) > 1 else None
-
-
-def _of(arm: str, key: str) -> Figure:
+def _of(arm: str, key: str) -> Number:
     return lambda seed: float(seed[arm][key])
 
 
-def _ratio(key: str, theirs: str, ours: str) -> Figure:
+def _ratio(key: str, theirs: str, ours: str) -> Number:
     return lambda seed: float(seed[theirs][key]) / float(seed[ours][key])
 
 
-def gap(ours: str, theirs: str) -> Figure:
+def gap(ours: str, theirs: str) -> Number:
     """By how many per cent our perplexity is higher."""
     return lambda seed: 100 * (_ratio("test_perplexity", ours, theirs)(seed) - 1)
 
@@ -77,6 +62,7 @@ def _comparisons(arm: str) -> dict[str, Figure]:
         "state_vs_adam": lambda seed: (
             8 * seed[arm]["low_rank_parameters"] / seed[arm]["low_rank_state_bytes"]
         ),
+        "carried_bytes": _of(arm, "carried_bytes"),
         "outer_state_bytes": _of(arm, "outer_state_bytes"),
         "x_sync_bytes": _of(arm, "x_sync_bytes"),
         "gap_vs_lowrank_ddp_pct": gap(arm, "lowrank_ddp"),

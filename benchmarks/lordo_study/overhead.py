@@ -17,9 +17,10 @@ import torch
 
 from algorithms.lordo.config import ArmConfig
 from algorithms.lordo.stacked import build
-from benchmarks.lordo_study import streams
-from benchmarks.lordo_study.setting import EVERY, Job, Setting
+from benchmarks.lordo_study.arms import EVERY
+from benchmarks.lordo_study.setting import Job, Setting
 from benchmarks.lordo_study.training import batches, new_model
+from benchmarks.study import streams
 from benchmarks.timing import interleaved, measured
 
 CYCLE = 6

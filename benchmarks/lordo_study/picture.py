@@ -36,12 +36,15 @@ def draw(figures: Mapping[str, float | None]) -> Figure:
     arms = [name.removesuffix(ending) for name in known if name.endswith(ending)]
     figure = Figure(figsize=(7.2, 4.6), dpi=160, facecolor=LIGHT.background, layout="constrained")
     axes = figure.add_subplot(facecolor=LIGHT.background)
-    for arm in arms:
+    labelled: list[tuple[float, float]] = []
+    for arm in sorted(arms, key=lambda each: -known[f"{each}{ending}"]):
         at = (known[f"{arm}.payload_bytes_per_step"], known[f"{arm}{ending}"])
+        beside = sum(max(at[0] / x, x / at[0]) < 1.3 and y / at[1] < 1.02 for x, y in labelled)
+        labelled.append(at)
         area = known[f"{arm}.state_bytes"] / AREA
         colour = LIGHT.arms[0 if arm in SYNCHRONOUS else 1]
         axes.scatter(*at, s=area, color=colour, alpha=0.75, linewidths=0)
-        axes.annotate(arm, at, xytext=(7, 4), textcoords="offset points", fontsize=7.5)
+        axes.annotate(arm, at, xytext=(7, 4 - 9 * beside), textcoords="offset points", fontsize=7.5)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))

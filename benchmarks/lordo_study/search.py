@@ -8,13 +8,14 @@ other seeds take the rate that was found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from algorithms.common.errors import InputError
 from algorithms.lordo.config import ArmConfig
-from benchmarks.lordo_study.setting import GRID, Job, Setting, at_rate
-from benchmarks.lordo_study.training import Result
+from benchmarks.lordo_study.arms import GRID, at_rate
+from benchmarks.lordo_study.setting import Job, Setting
+from benchmarks.study import search
+from benchmarks.study.queue import Result
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ def needed(study: Study, lookup: Lookup) -> list[Job]:
         if rate is not None:
             settled += [study.job(name, rate, seed) for seed in range(study.seeds)]
         elif name not in study.follows:
-            searching += [study.job(name, tried, 0) for tried in _tried(study, name, lookup)]
+            losses = _losses(study, name, lookup)
+            rates = search.tried(name, study.rates[name], len(GRID), losses)
+            searching += [study.job(name, rate, 0) for rate in rates]
     return searching + settled
 
 
@@ -56,12 +59,7 @@ def best_rate(study: Study, name: str, lookup: Lookup) -> int | None:
     name = study.follows.get(name, name)
     if not study.search:
         return study.rates[name]
-    tried = _tried(study, name, lookup)
-    losses = [_validation(lookup(study.job(name, rate, 0))) for rate in tried]
-    if None in losses:
-        return None
-    best = tried[losses.index(min(loss for loss in losses if loss is not None))]
-    return best if tried[0] < best < tried[-1] else None
+    return search.best(name, study.rates[name], len(GRID), _losses(study, name, lookup))
 
 
 def outcome(study: Study, lookup: Lookup) -> tuple[dict[str, int], list[dict[str, Result]]]:
@@ -79,26 +77,14 @@ def outcome(study: Study, lookup: Lookup) -> tuple[dict[str, int], list[dict[str
     return rates, seeds
 
 
-def _tried(study: Study, name: str, lookup: Lookup) -> Sequence[int]:
-    """The neighbouring rates that the search has to know by now; raises `InputError` where it
-    leaves the grid."""
-    low, high = study.rates[name] - 1, study.rates[name] + 1
-    while True:
-        if low < 0 or high >= len(GRID):
-            raise InputError(f"{name}: the best learning rate is at the edge of the grid")
-        losses = [_validation(lookup(study.job(name, rate, 0))) for rate in range(low, high + 1)]
-        known = [loss for loss in losses if loss is not None]
-        if len(known) < len(losses):
-            return range(low, high + 1)
-        best = losses.index(min(known))
-        if 0 < best < len(losses) - 1:
-            return range(low, high + 1)
-        low, high = (low - 1, high) if best == 0 else (low, high + 1)
+def _losses(study: Study, name: str, lookup: Lookup) -> search.Losses:
+    """Validation perplexity of the arm by rate; a run that diverged is worse than all others."""
 
+    def loss(rate: int) -> float | None:
+        result = lookup(study.job(name, rate, 0))
+        if result is None:
+            return None
+        found = result["validation_perplexity"]
+        return math.inf if found is None else float(found)
 
-def _validation(result: Result | None) -> float | None:
-    """A run that diverged is worse than all others."""
-    if result is None:
-        return None
-    found = result["validation_perplexity"]
-    return math.inf if found is None else float(found)
+    return loss

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,9 @@ from algorithms.common.loop import learning_rate, token_loss
 from algorithms.lordo.config import ArmConfig
 from algorithms.lordo.selection import low_rank_names
 from algorithms.lordo.stacked import Stacked, StackedLocal, build
-from benchmarks.lordo_study import streams
 from benchmarks.lordo_study.setting import Job, Setting
-
-Result = dict[str, Any]
-"""Plain values; perplexities are None where the run diverged."""
+from benchmarks.study import streams
+from benchmarks.study.queue import Result
 
 logging.set_verbosity_error()  # a token equal to the padding's is no mistake: nothing is padded
 
@@ -32,7 +29,7 @@ _load = lru_cache(maxsize=2)(streams.load)
 
 
 def train(job: Job, tokens: Path) -> Result:
-    """Run `job` on the streams in the file `tokens`."""
+    """Run `job` on the streams in the file `tokens`; perplexities are None where it diverged."""
     begun = time.perf_counter()
     setting = job.setting
     shared = _load(tokens, setting.workers, setting.dealing)
@@ -75,22 +72,24 @@ def train(job: Job, tokens: Path) -> Result:
 
 def footprint(model: nn.Module, stacked: Stacked) -> dict[str, int]:
     """Bytes that worker 0 holds beside weights and gradients; its optimizer's counts of steps are
-    left out."""
+    left out. `carried_bytes` are those of gradients that may not be freed between steps."""
     chosen = set(low_rank_names(model))
-    sizes = {
-        name: sum(
-            value.nbytes for key, value in stacked.optimizer.state[each].items() if key != "step"
-        )
-        for name, each in model.named_parameters()
-    }
+    sizes = {name: _kept_bytes(stacked, each) for name, each in model.named_parameters()}
+    carried = [stacked.optimizer.state[each].get("carried") for each in model.parameters()]
     x_sync, outer = stacked.outer_bytes()
     return {
         "low_rank_parameters": sum(p.numel() for n, p in model.named_parameters() if n in chosen),
         "low_rank_state_bytes": sum(size for name, size in sizes.items() if name in chosen),
         "state_bytes": sum(sizes.values()),
+        "carried_bytes": sum(each.nbytes for each in carried if each is not None),
         "outer_state_bytes": outer,
         "x_sync_bytes": x_sync,
     }
+
+
+def _kept_bytes(stacked: Stacked, parameter: Tensor) -> int:
+    state = stacked.optimizer.state[parameter]
+    return sum(value.nbytes for key, value in state.items() if key not in ("step", "carried"))
 
 
 def _overlap(arm: ArmConfig, stacked: Stacked, step: int) -> list[float]:

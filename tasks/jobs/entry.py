@@ -25,7 +25,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from algorithms.common.errors import InputError, NonFiniteError, Preempted, one_line
+from algorithms.common.errors import (
+    InputError,
+    MissingRanks,
+    NonFiniteError,
+    Preempted,
+    disk_error,
+    one_line,
+)
 from algorithms.common.files import write_json
 from tasks.prctl import die_with_parent
 
@@ -34,7 +41,12 @@ AGENT = "SHOESTRING_AGENT"
 LOG_DIR = "SHOESTRING_LOG_DIR"
 """Environment variable: folder of rank_N.log and rank_N.error.json."""
 
-KNOWN = {InputError: ("input", 2), NonFiniteError: ("non_finite", 3), Preempted: ("preempted", 75)}
+KNOWN = {
+    InputError: ("input", 2),
+    NonFiniteError: ("non_finite", 3),
+    MissingRanks: ("missing", 4),
+    Preempted: ("preempted", 75),
+}
 """Error -> its kind in rank_N.error.json, exit code."""
 
 
@@ -54,8 +66,8 @@ def _prepare() -> None:
 def main(run: Callable[[Path], None]) -> None:
     """Call `run(CONFIG.json)` and end this process with a code that says what happened.
 
-    0: done. 2: `InputError`. 3: `NonFiniteError`. 75: `Preempted`, resumable. What `sys.exit`
-    asks for. 1: anything else. All but 0 leave rank_N.error.json for the launcher.
+    0: done. 2: `InputError`. 3: `NonFiniteError`. 4: `MissingRanks`. 75: `Preempted`, resumable.
+    What `sys.exit` asks for. 1: anything else. All but 0 leave rank_N.error.json for the launcher.
     """
     _prepare()
     parser = argparse.ArgumentParser(
@@ -66,13 +78,21 @@ def main(run: Callable[[Path], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
         run(config_path)
-    except BaseException as error:
+    except BaseException as caught:
+        error = disk_error(caught, config_path.parent) or caught
         kind, code, message = _classify(error)
         if code != 0:
             try:
                 _report(error, kind, message)
             finally:  # even on a full disk; no destructors: a process group hangs without its peers
                 os._exit(code)
+
+
+def require_ranks(config_path: Path, ranks: int) -> None:
+    """Raise `InputError` unless torchrun started as many ranks as the config is for."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != ranks:
+        raise InputError(f"{config_path}: is for {ranks} ranks, torchrun started {started}")
 
 
 def _classify(error: BaseException) -> tuple[str, int, str]:

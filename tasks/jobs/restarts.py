@@ -9,16 +9,22 @@ finite, a stop) would only be said again: then, and after the last restart, the 
 child did. Mark, log and error file are the same for both; the kernel kills the child with its
 parent, and the parent with torchrun's agent.
 
+A worker that is stalled when the others have finished, which result.json beside the config tells,
+is killed after a while; the job is done without it.
+
     entry.main(restarts.restarting(run, elastic=lambda config: config["arm"]["elastic"]))
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -30,6 +36,11 @@ WORKER = "SHOESTRING_WORKER"
 """Environment variable of a worker: how often its rank has been started before."""
 RESTARTS = 4
 """Of one rank in one attempt."""
+RESULT = "result.json"
+"""What the job writes last, beside its config."""
+LINGER_S = 30.0
+"""For a worker to end once that is there."""
+POLL_S = 0.5
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -41,7 +52,7 @@ def restarting(
 
     def watched(config_path: Path) -> None:
         if WORKER not in os.environ and _wants(elastic, config_path):
-            _end_as(_watch())
+            _end_as(_watch(config_path.with_name(RESULT)))
         else:
             run(config_path)
 
@@ -55,8 +66,10 @@ def _wants(elastic: Callable[[dict[str, Any]], bool], config_path: Path) -> bool
         return False  # `run` will say what is wrong with it
 
 
-def _watch() -> int:
-    """Run workers until one ends for good; its return code, as of `Popen`."""
+def _watch(result: Path) -> int:
+    """Run workers until one ends for good, or the job writes its `result` and the worker does not
+    end; the return code, as of `Popen`."""
+    before = _written(result)
     worker: subprocess.Popen[bytes] | None = None
     stopping: int | None = None
 
@@ -76,7 +89,13 @@ def _watch() -> int:
         )
         if stopping is not None:  # it arrived before there was a worker
             worker.send_signal(stopping)
-        code = worker.wait()
+        ended = _wait(worker, lambda: _written(result) not in (before, None))
+        if ended is None:
+            print(f"rank {rank}: worker {worker.pid} is stalled, but the job is done; killed")
+            worker.kill()
+            worker.wait()
+            return 0
+        code = ended
         if code in final or stopping is not None:
             return code
         manner = f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
@@ -87,6 +106,25 @@ def _watch() -> int:
             _forget_error(rank)
         sys.stdout.flush()
     return code
+
+
+def _wait(worker: subprocess.Popen[bytes], done: Callable[[], bool]) -> int | None:
+    """The return code of `worker`; None if it goes on for `LINGER_S` after the job is `done`."""
+    give_up = math.inf
+    while time.monotonic() < give_up:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return worker.wait(POLL_S)
+        if give_up == math.inf and done():
+            give_up = time.monotonic() + LINGER_S
+    return None
+
+
+def _written(path: Path) -> int | None:
+    """When, in nanoseconds; None: not yet."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _command() -> list[str]:

@@ -2,29 +2,20 @@
 
 import json
 import math
-from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
 from algorithms.common.model import parameter_count
 from algorithms.lordo.selection import low_rank_names
 from benchmarks import lordo
-from benchmarks.lordo_study import queue, streams
+from benchmarks.lordo_study.arms import ARMS, FOLLOWS, GRID, OUR_EVERY, PAPER_EVERY, RATES
 from benchmarks.lordo_study.search import Study, needed
-from benchmarks.lordo_study.setting import (
-    ARMS,
-    EVERY,
-    FOLLOWS,
-    GRID,
-    PAPER_EVERY,
-    RATES,
-    Setting,
-)
+from benchmarks.lordo_study.setting import Setting
 from benchmarks.lordo_study.training import new_model, train
+from benchmarks.study import queue
 from tests import toys
+from tests.benchmarks.studies import Inline, write_tokens
 
 EVERY_TOY, STEPS, WORKERS, RANK = 2, 6, 2, 3
 SETTING = Setting(model=toys.MODEL, workers=WORKERS, sequences=2, length=8, steps=STEPS, held_out=4)
@@ -51,38 +42,7 @@ def study(names=tuple(ARMS), **changes):
 
 @pytest.fixture
 def tokens(tmp_path):
-    generator = np.random.default_rng(0)
-    documents = [np.append(generator.integers(97, 123, 60), streams.END) for _ in range(12)]
-    text = np.concatenate(documents).astype(np.uint16)
-    streams.write(tmp_path / "bytes.npz", text, text[: 6 * 61])
-    return tmp_path / "bytes.npz"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the processes of the benchmark have it: results depend on it in the last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-class Inline:
-    """An executor that works at once, in this process."""
-
-    def __init__(self, *_, **__):
-        self.calls = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-    def submit(self, function, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
+    return write_tokens(tmp_path)
 
 
 @pytest.fixture
@@ -109,9 +69,9 @@ def padded(numel):
     return 4 * -(-numel // WORKERS) * WORKERS
 
 
-def int4(numel):
-    """34 bytes for 64 values, M equal parts of whole blocks."""
-    return 34 * -(-numel // (64 * WORKERS)) * WORKERS
+def blocks(numel, size):
+    """`size` bytes for 64 values, M equal parts of whole blocks."""
+    return size * -(-numel // (64 * WORKERS)) * WORKERS
 
 
 def test_all_keys_are_there_and_bytes_are_those_of_the_formulas(tokens, tmp_path, inline, capsys):
@@ -153,8 +113,10 @@ def test_all_keys_are_there_and_bytes_are_those_of_the_formulas(tokens, tmp_path
         "local_adam": rounds * (padded(weights) + padded(2 * weights)),
         "diloco": rounds * padded(weights),
         "lordo_local": rounds * padded(weights),
-        "lordo_ns": rounds * int4(weights) + int4(full) + 8,
-        "muloco": rounds * int4(weights),
+        "lordo_ns": rounds * blocks(weights, 18) + blocks(full, 18) + 8,
+        "lordo_ns_no_carry": rounds * blocks(weights, 34) + blocks(full, 34) + 8,
+        "muloco": rounds * blocks(weights, 18),
+        "muloco_in_grad": rounds * blocks(weights, 18),
         "lordo_ns_fp32": rounds * padded(weights) + projection,
     }
     for name, size in expected.items():
@@ -168,34 +130,38 @@ def test_all_keys_are_there_and_bytes_are_those_of_the_formulas(tokens, tmp_path
     assert figures["paper.outer_state_bytes"] == 0
     assert figures["paper.state_vs_adam"] == pytest.approx(8 * full / (4 * (2 * wide + tall)))
     assert figures["state_vs_adam"] == pytest.approx(8 * full / (2 * (wide + tall)))
+    assert figures["carried_bytes"] == 4 * full and figures["paper.carried_bytes"] == 0
     assert figures["ddp.state_bytes"] == 8 * weights
+    assert figures["muloco_in_grad.state_bytes"] == 8 * dense
+    assert figures["muloco_in_grad.carried_bytes"] == 4 * full
     assert figures["lordo_ns.lr"] == GRID[RATES["lordo_ns"]] == figures["lordo_ns_fp32.lr"]
     assert figures["low_rank_parameters"] == full
-    assert (figures["every"], figures["paper.every"]) == (EVERY, PAPER_EVERY)
+    assert (figures["every"], figures["paper.every"]) == (OUR_EVERY, PAPER_EVERY)
     lines = [line for line in capsys.readouterr().out.splitlines() if "seed 0" in line]
     assert len(lines) == len(ARMS)
 
 
 def test_finished_runs_are_kept_and_found_again(tokens, tmp_path, inline, monkeypatch):
     small = study(("ddp", "muloco"), seeds=2)
-    results = queue.Results(tmp_path)
-    queue.run_jobs(lambda lookup: needed(small, lookup), tokens, results)
+    results = queue.Results(tmp_path, train)
+    queue.run_jobs(lambda: needed(small, results.find), tokens, results)
     kept = sorted(tmp_path.glob("*.json"))
     assert len(kept) == 4
     told = json.loads(kept[0].read_text())
     assert told["job"]["setting"]["steps"] == STEPS and told["test_perplexity"] > 1
 
-    monkeypatch.setattr(queue, "train", pytest.fail)
-    again = queue.Results(tmp_path)
-    queue.run_jobs(lambda lookup: needed(small, lookup), tokens, again)
+    again = queue.Results(tmp_path, train)
+    monkeypatch.setattr(again, "train", pytest.fail)
+    queue.run_jobs(lambda: needed(small, again.find), tokens, again)
     assert [again.find(job) for job in needed(small, again.find)] == [
         {"job": job.to_dict(), **results.find(job)} for job in needed(small, results.find)
     ]
 
     kept[0].unlink()
     asked = []
-    monkeypatch.setattr(queue, "train", lambda job, tokens: asked.append(job) or told)
-    queue.run_jobs(lambda lookup: needed(small, lookup), tokens, queue.Results(tmp_path))
+    again = queue.Results(tmp_path, train)
+    monkeypatch.setattr(again, "train", lambda job, tokens: asked.append(job) or told)
+    queue.run_jobs(lambda: needed(small, again.find), tokens, again)
     assert len(asked) == 1 and asked[0].to_dict() == told["job"]
 
 
@@ -210,8 +176,8 @@ def test_a_run_that_diverges_has_no_perplexity(tokens):
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(tokens, tmp_path):
     small = study(("ddp", "lordo_ns"), seeds=2)
-    results = queue.Results(tmp_path)
-    queue.run_jobs(lambda lookup: needed(small, lookup), tokens, results)
+    results = queue.Results(tmp_path, train)
+    queue.run_jobs(lambda: needed(small, results.find), tokens, results)
     for job in needed(small, results.find):
         assert train(job, tokens)["test_perplexity"] == results.find(job)["test_perplexity"]
 

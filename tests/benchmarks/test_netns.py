@@ -1,5 +1,6 @@
 """Networks of namespaces: they limit, they count what `Comm` counts, and they leave nothing."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -31,6 +32,9 @@ MESSAGES: dict[str, Callable[[int], int]] = {
 
 FRAME, HEADER = 66, 48
 """Of TCP, IP and Ethernet; of gloo, which sends three for a message: both sides announce it."""
+
+LOST = "Connection (closed|reset) by|Broken pipe"
+"""What gloo says of a neighbour that has ended."""
 
 OWNER = """
 import sys
@@ -81,7 +85,7 @@ def test_what_is_counted_is_what_the_interfaces_send(ranks: int) -> None:
 @needs_root
 @pytest.mark.slow
 def test_wires_keep_their_rate_in_both_directions() -> None:
-    size, mbit = 1_000_000, 100
+    size, mbit = 1_000_000, 10  # slow, so that the wire and not a busy machine sets the time
     with Network(2, mbit) as network:
         by_rank = network.run(exchanges.seconds_to_pass_on, size)
     at_full_rate = 8 * FRAME_BYTES / SEGMENT_BYTES / (mbit * 1e6)
@@ -134,7 +138,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     with Network(2, mbit=100) as network:
         inodes = network.inodes()
         # Rank 0 may be the first to be heard: it loses its connection to rank 1.
-        with pytest.raises(ProcessRaisedException, match="has had enough|Connection closed by"):
+        with pytest.raises(ProcessRaisedException, match=f"has had enough|{LOST}"):
             network.run(exchanges.fail_on_rank_1)
         assert holders(inodes) == {os.getpid()}
 
@@ -173,15 +177,17 @@ def test_a_rate_that_tc_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) 
 def holders(inodes: list[int]) -> set[int]:
     """Processes that keep one of these namespaces alive, by being in it or by a descriptor. None
     is mounted anywhere, so without holders the kernel has none of them."""
+    names = {f"net:[{inode}]" for inode in inodes}
     found = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
-            try:
-                for link in [process / "ns" / "net", *(process / "fd").iterdir()]:
-                    if any(os.readlink(link) == f"net:[{inode}]" for inode in inodes):
+            links = [process / "ns" / "net"]
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                links += (process / "fd").iterdir()
+            for link in links:
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    if os.readlink(link) in names:
                         found.add(int(process.name))
-            except OSError:
-                continue  # it ended meanwhile
     mounts = Path("/proc/self/mountinfo").read_text()
     assert not any(f"net:[{inode}]" in mounts for inode in inodes)
     return found

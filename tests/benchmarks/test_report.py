@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,8 +141,12 @@ def test_all_went_well(package):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_project_s_benchmarks_are_found():
+def test_the_project_s_benchmarks_are_found_and_each_has_a_section():
     found = names()
+    text = (PROJECT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"^## (\w+)$", text, re.MULTILINE)} >= {*found}
+    kept = {path.stem for path in (PROJECT / "benchmarks" / "results").glob("*.json")}
+    assert kept <= {*found}
     assert "training_step" in found
     assert not {"report", "timing", "ranks"} & set(found)
 

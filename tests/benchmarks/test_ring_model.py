@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from algorithms.lordo.config import ArmConfig
-from benchmarks.lordo_study.setting import ARMS
+from benchmarks.lordo_study.arms import ARMS
 from benchmarks.ring_model import (
     SHAPES,
     Shape,
@@ -36,14 +36,16 @@ def every(name: str, steps: int) -> ArmConfig:
         ("lowrank_ddp", 4 * (40 + 2 * 12 * 3 * 4 + 2 * 4 * 3 * 4)),
         ("des_loc", 4 * 424 * (1 / 32 + 1 / 96 + 1 / 192)),
         ("lordo_global", 4 * (424 / 40 + (40 + 2 * 12 * 3 * 4) * (1 / 120 + 1 / 240))),
-        ("lordo_ns", 4.25 / 8 * 424 / 32),
+        ("lordo_ns", 2.25 / 8 * 424 / 16),
     ],
 )
 def test_payload_per_step(name: str, expected: float) -> None:
     assert payload_bytes_per_step(ARMS[name], TINY, rank=3) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("wire", "expected"), [("fp32", 4), ("bf16", 2), ("int4", 4.25 / 8)])
+@pytest.mark.parametrize(
+    ("wire", "expected"), [("fp32", 4), ("bf16", 2), ("int4", 4.25 / 8), ("int2", 2.25 / 8)]
+)
 def test_bytes_of_a_value_are_those_of_its_code(wire: str, expected: float) -> None:
     arm = ARMS["lordo_ns"]
     assert arm.sync is not None

@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ring_model, thin_network
-from benchmarks.lordo_study.setting import ARMS
 from benchmarks.netns import FRAME_BYTES, SEGMENT_BYTES
-from benchmarks.thin_network import FIGURES, NAMES, lines, main, make_plan, measure_rate, worst
+from benchmarks.thin_network import (
+    DELAYED,
+    FIGURES,
+    arms,
+    lines,
+    main,
+    make_plan,
+    measure_rate,
+    worst,
+)
 from benchmarks.thin_training import RankRuns, Run
 from tests.privileges import needs_root
 
-PLAN = make_plan({name: ARMS[name] for name in NAMES}, turns=2)
+PLAN = make_plan(arms(), turns=2)
 COMPUTE_S, DDP_S, OURS_S = 0.1, 0.4, 0.05
 PARAMETERS = 120_640
 
@@ -30,8 +38,10 @@ def found(ranks: int, ddp_s: float = COMPUTE_S + DDP_S, sent: float = 1.0) -> li
         seconds = [step_s * steps / 2] * 2
         return Run(seconds, steps, counted, round(sent * counted), calls=0)
 
-    alone = {name: Run([20 * COMPUTE_S] * 2, 40) for name in NAMES}
-    one = RankRuns({name: run(name) for name in NAMES}, alone, 1e-4, PARAMETERS)
+    alone = {name: Run([20 * COMPUTE_S] * 2, 40) for name in PLAN.arms}
+    together = {name: run(name) for name in PLAN.arms}
+    together[DELAYED].seconds = [COMPUTE_S * together[DELAYED].steps / 2] * 2
+    one = RankRuns(together, alone, 1e-4, PARAMETERS)
     return [one] * ranks
 
 
@@ -44,6 +54,7 @@ def test_runs_that_fit_the_model_reach_its_limit() -> None:
         assert figures[f"{prefix}speedup_limit_fraction"] == pytest.approx(1)
     assert figures["model_error_pct"] == pytest.approx(0, abs=1e-3)
     assert figures["counted_vs_wire_pct"] == pytest.approx(0, abs=1e-3)
+    assert figures["delay_gain_pct"] == pytest.approx(100 * OURS_S / (COMPUTE_S + OURS_S))
 
 
 def test_the_worse_of_two_networks_counts() -> None:

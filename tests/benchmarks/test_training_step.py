@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from algorithms.common import model
+from algorithms.common.model import parameter_count
 from benchmarks.training_step import Case, Round, measure_case, step_figures
 from tests import toys
+from tests.loops import new_model
 
 CASE = Case(toys.MODEL, toys.OPTIMIZER, toys.training(), toys.VOCAB, rounds=1)
 
@@ -15,8 +16,7 @@ def test_all_figures_are_measured():
     figures = measure_case(CASE)
     assert all(isinstance(value, int | float) for value in figures.values())
     assert all(map(math.isfinite, figures.values()))
-    decoder = model.build(toys.MODEL, vocab_size=toys.VOCAB, end_of_text=0, seed=0)
-    parameters = model.parameter_count(decoder)
+    parameters = parameter_count(new_model())
     assert figures["parameters"] == parameters
     assert figures["gradient_payload_formula_bytes"] == 4 * parameters
     assert figures["gradient_payload_bytes_per_step"] == 4 * parameters

@@ -1,6 +1,6 @@
 """The whole pipeline in a project of its own: real Prefect, MLflow, DVC, git and torchrun.
 
-One experiment is run for all tests of this file, in a folder whose name has a space and letters
+One experiment is run for all tests of this folder, in a folder whose name has a space and letters
 that are not ASCII.
 """
 
@@ -8,26 +8,23 @@ import json
 import sqlite3
 import time
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algorithms.common.files import read_json
-from tests.project import Project
+from tasks.rollouts import read_rollouts
+from tests.project import SECRET, Project
 
 DDP = "pretrain_lordo/ddp"
 LORDO = "pretrain_lordo/lordo_global"
 NS = "pretrain_lordo/lordo_ns"
+ASYNC = "pretrain_async/async"
+DEEP = "pretrain_async/ours_p8"
+EXACT = "post_train/exact"
 STUDY = ("experiment", "--study", "lordo")
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A project after `experiment`, with what it printed."""
-    project = Project(tmp_path_factory.mktemp("fresh") / "räume und zeiten")
-    done = project.flows("experiment")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return project, done
+FILE = "studies/lordo/dvc.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +36,15 @@ def studied(finished):
     return project, done
 
 
+@pytest.fixture(scope="module")
+def studied_async(studied):
+    """The same project after the other study, with what that printed."""
+    project, _ = studied
+    done = project.flows("experiment", "--study", "async")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project, done
+
+
 def query(project, database, sql):
     with sqlite3.connect(project.root / database) as connection:
         return connection.execute(sql).fetchall()
@@ -46,13 +52,31 @@ def query(project, database, sql):
 
 def test_it_ends_with_the_table_and_where_to_look(finished):
     project, done = finished
-    for text in ("Arms", "ddp", "lordo_global", "bits/byte", "device-hours", "payload"):
+    for text in (
+        "Arms of pretrain_async",
+        "utilisation",
+        "ddp",
+        "lordo_global",
+        "bits/byte",
+        "device-hours",
+        "payload",
+    ):
         assert text in done.stdout
     assert "report:  reports/index.html" in done.stdout
     assert "mlflow ui --host 127.0.0.1" in done.stdout
     assert "prefect server start --host 127.0.0.1" in done.stdout
-    assert (project.root / "reports" / "loss_bytes.png").is_file()
-    assert set(read_json(project.root / "reports" / "summary.json")) == {DDP, LORDO}
+    assert (project.root / "reports" / "pretrain_lordo_loss_bytes.png").is_file()
+    assert (project.root / "reports" / "pretrain_async_schedule.png").is_file()
+    assert set(read_json(project.root / "reports" / "summary.json")) == {DDP, LORDO, ASYNC, EXACT}
+
+
+def test_a_secret_of_the_environment_is_written_nowhere(finished):
+    project, done = finished
+    assert SECRET not in done.stdout + done.stderr
+    files = [path for path in project.root.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(files) > 100
+    ours = [path for path in files if ".venv" not in path.parts]
+    assert [path for path in ours if SECRET.encode() in path.read_bytes()] == []
 
 
 def test_dvc_and_git_see_no_change_but_the_lock(finished):
@@ -67,13 +91,16 @@ def test_dvc_and_git_see_no_change_but_the_lock(finished):
 
 def test_run_again_it_says_in_seconds_that_all_is_up_to_date(finished):
     project, _ = finished
+    logs = {*project.root.glob("runs/*/*/*/logs/*")}
     begun = time.perf_counter()
     done = project.flows("experiment")
     assert done.returncode == 0
-    arms = "pretrain_lordo@ddp, pretrain_lordo@lordo_global"
-    assert f"up to date: corpus, tokens, {arms}, report" in done.stdout
+    arms = "pretrain_lordo@ddp, pretrain_lordo@lordo_global, pretrain_async@async"
+    arms += ", post_train@exact"
+    assert f"up to date: corpus, tokens, prompts, policy, {arms}, report" in done.stdout
     assert "Arms" in done.stdout
-    assert time.perf_counter() - begun < 15
+    assert time.perf_counter() - begun < 30
+    assert {*project.root.glob("runs/*/*/*/logs/*")} == logs, "nothing was trained"
 
 
 def test_the_model_is_an_ordinary_directory_with_its_tokenizer(finished):
@@ -105,16 +132,54 @@ def test_what_repeats_is_tracked_and_what_does_not_is_beside_it(finished):
     assert not set(quality) & set(timing)
 
 
+def test_rollouts_and_completions_of_post_training_are_kept(finished):
+    """Rollouts as they are learned from, and what held-out prompts were answered, by evaluation."""
+    project, _ = finished
+    path = project.root / "data" / "rollouts" / f"{EXACT}.parquet"
+    rollouts = read_rollouts(path)
+    assert len(rollouts) == 4 * 3 * 2 * 4, "steps, prompts, questions, group"
+    assert all(rollout.reward in (0.0, 1.0) and rollout.tokens for rollout in rollouts)
+    steps = pq.read_table(path).column("step").to_pylist()
+    assert steps == sorted(steps) and {*steps} == {1, 2, 3, 4}
+    rows = read_json(project.root / "metrics" / EXACT / "completions.json")["rows"]
+    assert [*dict.fromkeys(row["step"] for row in rows)] == [0, 2, 4]
+    assert {row["decoding"] for row in rows} == {"greedy", "sampled"}
+    page = (project.root / "reports" / "index.html").read_text("utf-8")
+    assert page.count("exact, update ") == 3
+    for figure in ("updates", "seconds", "tokens"):
+        assert (project.root / "reports" / f"post_train_reward_{figure}.png").is_file()
+    [stored] = project.root.glob(".mlflow/**/artifacts/completions.json")
+    table = read_json(stored)
+    assert len(table["data"]) == len(rows) and {*table["columns"]} == {*rows[0]}
+    policy = project.root / "models" / "policy"
+    assert read_json(policy / "MANIFEST.json")["steps"] > 1
+    assert AutoTokenizer.from_pretrained(project.root / "models" / EXACT).eos_token == "<end>"
+
+
 def test_prefect_has_the_artifacts_and_the_log_of_rank_0(finished):
     project, _ = finished
     artifacts = dict(query(project, ".prefect/prefect.db", "SELECT key, data FROM artifact"))
-    assert {"arms", "summary", "mlflow-ddp", "mlflow-lordo-global"} <= set(artifacts)
-    assert "ddp" in artifacts["arms"] and "bits/byte" in artifacts["arms"]
+    mine = {"summary", "mlflow-ddp", "mlflow-lordo-global", "mlflow-async", "mlflow-exact"}
+    assert mine | {"arms-pretrain-lordo", "arms-pretrain-async"} <= set(artifacts)
+    assert "ddp" in artifacts["arms-pretrain-lordo"]
+    assert "bits/byte" in artifacts["arms-pretrain-lordo"]
+    assert "utilisation" in artifacts["arms-pretrain-async"]
     assert "/runs/" in artifacts["mlflow-ddp"]
     messages = [m for (m,) in query(project, ".prefect/prefect.db", "SELECT message FROM log")]
     assert any(m.startswith("step 12/12  loss ") for m in messages)
     states = query(project, ".prefect/prefect.db", "SELECT name, state_type FROM flow_run")
-    flows = {"experiment", "prepare", "pretrain ddp", "pretrain lordo_global", "report"}
+    trained = {f"pretrain {arm}" for arm in ("ddp", "lordo_global", "async")}
+    sql = "SELECT name, key FROM artifact JOIN flow_run ON flow_run.id = artifact.flow_run_id"
+    shown = {
+        key for name, key in query(project, ".prefect/prefect.db", sql) if name == "experiment"
+    }
+    assert shown == {
+        "summary",
+        "arms-pretrain-lordo",
+        "arms-pretrain-async",
+        "arms-post-train",
+    }
+    flows = {"experiment", "prepare", "report", "post_train exact"} | trained
     assert {name for name, _ in states} == flows
     assert {state for _, state in states} == {"COMPLETED"}
     versions = query(project, ".prefect/prefect.db", "SELECT task_version FROM task_run")
@@ -128,6 +193,9 @@ def test_mlflow_has_the_tree_the_names_and_the_tags(finished):
         ("experiment", "FINISHED"),
         ("ddp", "FINISHED"),
         ("lordo_global", "FINISHED"),
+        ("async", "FINISHED"),
+        ("policy", "FINISHED"),
+        ("exact", "FINISHED"),
     }
     ids = {name: run for run, name, _ in runs}
     tags = dict(
@@ -191,9 +259,9 @@ def test_a_study_trains_its_arms_after_the_others_and_compares_all(studied):
     assert "report:  studies/lordo/reports/index.html" in done.stdout
     here = project.root / "studies" / "lordo"
     assert set(read_json(here / "reports" / "summary.json")) == {DDP, LORDO, NS}
-    assert set(read_json(project.root / "reports" / "summary.json")) == {DDP, LORDO}
+    assert set(read_json(project.root / "reports" / "summary.json")) == {DDP, LORDO, ASYNC, EXACT}
     assert AutoTokenizer.from_pretrained(here / "models" / NS).vocab_size == 300
-    assert "up to date" in project.dvc("status").stdout
+    assert "up to date" in project.dvc("status", FILE).stdout
     changes = project.git("status", "--porcelain", "studies")
     assert changes.strip() == "?? studies/lordo/dvc.lock"
     sql = "SELECT value FROM tags WHERE key = 'dvc_stage'"
@@ -201,6 +269,18 @@ def test_a_study_trains_its_arms_after_the_others_and_compares_all(studied):
     assert "studies/lordo/dvc.yaml:pretrain_lordo@lordo_ns" in stages
     artifacts = query(project, ".prefect/prefect.db", "SELECT key FROM artifact")
     assert {"arms-lordo", "summary-lordo", "mlflow-lordo-ns"} <= {key for (key,) in artifacts}
+
+
+@pytest.mark.slow
+def test_a_study_of_pipelines_is_simulated(studied_async):
+    project, done = studied_async
+    assert "pretrain_async@async: up to date" in done.stdout + done.stderr
+    assert "modelled" in done.stdout and "Arms of pretrain_lordo" not in done.stdout
+    here = project.root / "studies" / "async"
+    assert set(read_json(here / "reports" / "summary.json")) == {ASYNC, DEEP}
+    timing = read_json(here / "metrics" / DEEP / "timing.json")
+    assert timing["simulated"] and "device_hours" not in timing
+    assert timing["modelled_device_hours"] > 0
 
 
 @pytest.mark.slow
@@ -217,7 +297,7 @@ def test_a_study_again_is_up_to_date_and_takes_overrides(studied):
     [metrics] = (project.root / "runs" / "set").glob(f"*/studies/lordo/metrics/{NS}")
     assert (metrics / "quality.json").is_file()
     assert (project.root / "studies" / "lordo" / "dvc.lock").read_text() == before
-    assert "up to date" in project.dvc("status").stdout
+    assert "up to date" in project.dvc("status", FILE).stdout
 
 
 @pytest.mark.slow
@@ -256,6 +336,10 @@ def test_dvc_repro_from_nothing_gives_the_same_outputs(studied, tmp_path):
     lock = "studies/lordo/dvc.lock"
     assert _outs(_lock(other, lock)) == _outs(_first_lock(experiment, lock))
     assert other.git("status", "--porcelain").split() == ["A", "dvc.lock", "A", lock]
+    done = other.dvc("repro", "studies/async/dvc.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = _outs(_lock(other, "studies/async/dvc.lock"))
+    assert set(names) == {"pretrain_async@ours_p8", "report"}
     assert "up to date: corpus" in other.flows(*STUDY).stdout
 
 

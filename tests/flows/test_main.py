@@ -45,7 +45,7 @@ def test_help_answers_in_under_a_second_and_explains_each_flow():
         (["pretrain", "--arm", "ddp", "--set", "model.hiden_size=3"], "did you mean 'hidden_size'"),
         (["prepare", "--set", "tokens.vocab_size"], "--set tokens.vocab_size: must be key=value"),
         (["experiment", "--profile", "tpu"], "params.tpu.yaml: no such file"),
-        (["report", "--plain", "--set", "tokens=3"], "params.yaml: tokens: input should be"),
+        (["report", "--plain", "--set", "tokens=3"], "with --set: tokens: input should be"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message):

@@ -69,6 +69,16 @@ def test_a_folder_that_holds_no_model_is_known_before_anything_starts(project):
     assert done.stderr == "shoestring: model.path: texts holds no config.json\n"
 
 
+def test_a_file_that_is_no_gguf_is_known_too(project):
+    path = project.root / "mine.gguf"
+    for content, reason in ((None, "no such file"), (b"other", "not a GGUF file")):
+        if content is not None:
+            path.write_bytes(content)
+        done = project.flows("pretrain", "--arm", "ddp", "--dry-run", "--set", f"model.path={path}")
+        assert done.returncode == 2
+        assert done.stderr == f"shoestring: model.path: {path}: {reason}\n"
+
+
 def test_the_gpu_profile_is_laid_over_params(project):
     """On GPUs `experiment --profile gpu` starts the job that this dry run writes down."""
     tokens = [*("--set", "tokens.vocab_size=300"), *("--set", "pretrain_lordo.training.ranks=4")]

@@ -33,11 +33,16 @@ def zip_archive(path: Path, files: dict[str, str | bytes]) -> Path:
     return path
 
 
-def debian_package(folder: Path, name: str, files: dict[str, bytes]) -> Path:
+def debian_package(
+    folder: Path, name: str, files: dict[str, bytes], scripts: dict[str, str] | None = None
+) -> Path:
     root = folder / "root"
     control = f"Package: {name}\nVersion: 2:1.5-1\nArchitecture: all\nMaintainer: A <a@b.c>\n"
     (root / "DEBIAN").mkdir(parents=True)
     (root / "DEBIAN" / "control").write_text(f"{control}Description: tiny\n")
+    for script, text in (scripts or {}).items():
+        (root / "DEBIAN" / script).write_text(text)
+        (root / "DEBIAN" / script).chmod(0o755)
     for path, content in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)

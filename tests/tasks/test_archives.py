@@ -1,8 +1,11 @@
 import gzip
 import io
+import stat
 import tarfile
+import zipfile
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +79,22 @@ def test_links_and_devices_are_passed_over(tmp_path: Path) -> None:
         info.size = 1
         tar.addfile(info, io.BytesIO(b"x"))
     assert contents(path) == {"file": b"x"}
+    wheel = zip_archive(tmp_path / "links.whl", {"file": "x"})
+    with zipfile.ZipFile(wheel, "a") as archive:
+        link = zipfile.ZipInfo("link")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(link, "/etc/passwd")
+    assert contents(wheel) == {"file": b"x"}
+
+
+def test_no_script_of_a_debian_package_is_run(tmp_path: Path) -> None:
+    scripts = {}
+    for name in ("preinst", "postinst"):
+        scripts[name] = f"#!/bin/sh\ntouch {tmp_path}/{name}\n"
+    deb = debian_package(tmp_path, "tiny", {"usr/a.txt": b"a"}, scripts)
+    assert contents(deb) == {"usr/a.txt": b"a"}
+    assert debian_licence(deb, "tiny") == "see usr/share/doc/tiny/copyright"
+    assert not [name for name in scripts if (tmp_path / name).exists()]
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.whl", "a.zip", "a.deb"])
@@ -90,6 +109,32 @@ def test_a_cut_off_source_archive_is_named(tmp_path: Path) -> None:
     tar.write_bytes(tar.read_bytes()[:-600])
     with pytest.raises(InputError, match=r"^a.tar.gz: damaged archive: "):
         contents(tar)
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tar.bz2", "a.tar.xz", "a.zip"])
+def test_whatever_is_damaged_in_an_archive_it_is_named(tmp_path: Path, name: str) -> None:
+    """Bytes all over it are others; what can be read all the same is read."""
+    files = {"top/a.txt": b"alpha " * 50, "top/b.txt": b"beta " * 50}
+    path = tmp_path / name
+    if name.endswith(".zip"):
+        zip_archive(path, {key: value.decode() for key, value in files.items()})
+    else:
+        mode: Any = f"w:{path.suffix[1:].replace('tar', '')}"
+        with tarfile.open(path, mode) as tar:
+            for key, value in files.items():
+                info = tarfile.TarInfo(key)
+                info.size = len(value)
+                tar.addfile(info, io.BytesIO(value))
+    whole, refused = path.read_bytes(), 0
+    for place in range(0, len(whole), -(-len(whole) // 200)):
+        for value in (0, 0x63, 0xFF):
+            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            try:
+                contents(path)
+            except InputError as error:
+                refused += 1
+                assert str(error).startswith(f"{name}: ") and "\n" not in str(error)
+    assert refused
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """params.yaml: typed, and wrong in one line that names the file and the dotted key."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from algorithms.async_pipeline.config import PRESETS
 from algorithms.common.errors import InputError
 from tasks.config import load_params, load_yaml
 from tasks.paths import PROJECT
@@ -14,6 +16,30 @@ def test_the_params_of_the_project_are_valid_in_both_profiles():
     gpu = load_params(profile="gpu")
     assert gpu.pretrain_lordo.training.backend == "nccl"
     assert gpu.pretrain_lordo.arms["ddp"].optimizer.beta2 == 0.95, "what is not overridden stays"
+
+
+def test_a_pipelines_model_is_the_shared_one_but_for_what_it_says():
+    params = load_params()
+    own, shared = params.pretrain_async.model, params.model
+    assert params.model_of("pretrain_lordo") == shared
+    assert params.model_of("pretrain_async") == own
+    assert own.family == shared.family and not own.tie_word_embeddings
+    assert shared.tie_word_embeddings
+    other = load_params(overrides=["model.max_position_embeddings=512"]).pretrain_async.model
+    assert other.max_position_embeddings == 512
+    plain = load_params(overrides=["pretrain_async.model={}"])
+    assert plain.pretrain_async.model == plain.model
+
+
+def test_the_study_of_pipelines_has_the_presets():
+    """Each as it is, but for rates, which belong to a model and a horizon."""
+    arms = load_params().pretrain_async.all_arms
+    for name, preset in PRESETS.items():
+        found = arms[f"{name}_p8"].optimizer
+        settings = replace(found.optimizer, lr=preset.optimizer.lr)
+        steps = preset.correction_steps
+        assert replace(found, optimizer=settings, correction_steps=steps) == preset
+    assert arms["sync"].optimizer == arms["async"].optimizer == arms["ours_p8"].optimizer
 
 
 def test_numbers_are_read_as_dvc_reads_them():
@@ -46,10 +72,27 @@ def test_numbers_are_read_as_dvc_reads_them():
         ("tokens.vocab_size=5", "tokens.vocab_size: must be at least 257"),
         ("tokens=null", "tokens: input should be an object"),
         ("corpus.sources=[]", "corpus.sources: must name at least one source"),
-        ("corpus.sources=[{form: stdlib}]", "corpus.sources.0.from: is required"),
+        (
+            "corpus.sources=[{form: stdlib}]",
+            "sources.0.form: unknown key; did you mean 'from'?",
+        ),
         ("corpus.sources=[{from: 'ftp:x'}]", "corpus.sources.0.from: unknown kind 'ftp'"),
         ("corpus.sources=[{from: 'pypi:Django'}]", "sources.0.from: must be pypi:NAME==VERSION"),
         ("corpus.sources=[{from: 'pypi:a==1'}]", "sources.0.sha256: is required for a pypi source"),
+        ("pretrain_async.model.hiden_size=64", "pretrain_async.model.hiden_size: unknown key; did"),
+        ("pretrain_async.model=3", "pretrain_async.model: input should be an object"),
+        ("pretrain_async.model.hidden_size=66", "pretrain_async.model.hidden_size: must be a"),
+        ("pretrain_async.training.ranks=2", "pretrain_async.training.ranks: unknown key"),
+        ("pretrain_async.arms.sync.microbatches=3", "sync.microbatches: must divide training.glob"),
+        (
+            "pretrain_async.arms.sync.stages=4",
+            "arms.sync.microbatches: must be at least stages (4)",
+        ),
+        ("pretrain_async.arms.sync.schedule=1f1b", "arms.sync.schedule: input should be 'async'"),
+        (
+            "pretrain_async.arms.ddp={stages: 1, optimizer: {name: adamw, optimizer: {lr: 1}}}",
+            "pretrain_async.ddp: pretrain_lordo has an arm of that name",
+        ),
         ("model.hidden_size=130", "model.hidden_size: must be a multiple of num_attention_heads"),
         ("pretrain_lordo.arms.ddp.optimizer.lr=.inf", "optimizer.lr: must be positive and finite"),
         ("launch.stop_seconds=.inf", "launch.stop_seconds: must be positive and finite"),
@@ -57,6 +100,15 @@ def test_numbers_are_read_as_dvc_reads_them():
         ("pretrain_lordo.training.sequence_length=4096", "at most model.max_position_embeddings"),
         ("corpus.sources=[{origin: stdlib}]", "corpus.sources.0.origin: unknown key; write 'from'"),
         ("corpus.sources=[{from: stdlib, slots: {'../x': ['*']}}]", "slots.'../x': a name has"),
+        ("prompts.lookup=null", "prompts.lookup: there must be one source: lookup, files or gym"),
+        ("prompts.lookup.records=17", "prompts.lookup.records: must be at most keys"),
+        ("prompts.train=0", "prompts.train: must be positive"),
+        ("post_train.policy.warm_start.stages=[[20, 0]]", "warm_start: must have at most prompts"),
+        ("post_train.policy.warm_start.accuracy=1", "policy.warm_start.accuracy: must be in"),
+        ("post_train.training.reward=a b", "post_train.training.reward: is not a name"),
+        ("post_train.arms.exact.objective.name=dopo", "exact.objective.name: input should be"),
+        ("post_train.arms.exact.replay.refresh_every=2", "replay.refresh_every: must be 1 in mode"),
+        ("post_train.arms.ddp={}", "post_train.arms.ddp"),
         ("launch.stop_seconds=null", "launch.stop_seconds: input should be a valid number"),
     ],
 )
@@ -64,7 +116,7 @@ def test_what_is_wrong_is_named(override, message):
     with pytest.raises(InputError) as caught:
         load_params(overrides=[override])
     text = str(caught.value)
-    assert text.startswith("params.yaml: ")
+    assert text.startswith("params.yaml with --set: ")
     assert message in text
     assert "\n" not in text
 
@@ -153,13 +205,42 @@ def test_a_missing_key_is_named(tmp_path):
 
 
 def test_an_unknown_arm_is_named_with_the_known_ones():
-    with pytest.raises(InputError, match="no arm 'dpp' in params.yaml; known arms: ddp, .*muloco$"):
+    with pytest.raises(
+        InputError, match="no arm 'dpp' in params.yaml; known arms: ddp, .*zero_bubble, exact, .*$"
+    ):
         load_params().stage_of("dpp")
 
 
 def test_arms_of_a_study_are_arms_like_the_others():
     params = load_params()
-    assert params.studies == {"lordo": "pretrain_lordo"}
+    assert params.studies == {"lordo": "pretrain_lordo", "async": "pretrain_async"}
     assert params.stage_of("muloco") == params.stage_of("ddp") == "pretrain_lordo"
     assert {"ddp", "muloco"} <= set(params.pretrain_lordo.all_arms)
-    assert load_params(overrides=["pretrain_lordo.study={}"]).studies == {}
+    none = ["pretrain_lordo.study={}", "pretrain_async.study={}"]
+    assert load_params(overrides=none).studies == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("arms.async.stages=11", "arms.async.stages: 4 layers cannot fill 11 stages"),
+        ("arms.async.layers=[4, 3]", "arms.async.layers: sum is 7, the model has 4 layers"),
+        ("arms.async.layers=[1, 3, 0]", "arms.async.layers: has 3 numbers for 2 stages"),
+        ("model.tie_word_embeddings=true", "model.tie_word_embeddings: must be false: "),
+    ],
+)
+def test_a_pipeline_that_cannot_be_has_the_key_of_params(override, message):
+    """Of an arm alone when its job is made: a small model is none for arms of many stages."""
+    few = "pretrain_async.model.num_hidden_layers=4"
+    with pytest.raises(InputError) as caught:
+        load_params(overrides=[few, f"pretrain_async.{override}"]).job("async")
+    assert f": pretrain_async.{message}" in str(caught.value)
+    assert load_params(overrides=[few]).job("async").model.num_hidden_layers == 4
+
+
+def test_a_misspelt_key_is_named_before_the_one_that_it_leaves_missing(tmp_path):
+    text = (PROJECT / "params.yaml").read_text()
+    path = tmp_path / "params.yaml"
+    path.write_text(text.replace("    steps:", "    stepz:", 1))
+    with pytest.raises(InputError, match="stepz: unknown key; did you mean 'steps'"):
+        load_params(path)

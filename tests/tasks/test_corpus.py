@@ -7,7 +7,7 @@ import pytest
 
 from algorithms.common.errors import InputError
 from tasks import corpus
-from tasks.config import CorpusConfig, SourceConfig
+from tasks.data_config import CorpusConfig, SourceConfig
 from tasks.downloads import SourceUnavailable
 
 

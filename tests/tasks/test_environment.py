@@ -62,6 +62,7 @@ settings = prefect.settings.get_current_settings()
 print(json.dumps({
     "home": str(settings.home),
     "startup": settings.server.ephemeral.startup_timeout_seconds,
+    "patience": settings.client.max_retries,
     "server analytics": settings.server.analytics_enabled,
     "client analytics": is_telemetry_enabled(),
     "promotion": settings.server.ui.show_promotional_content,
@@ -78,6 +79,7 @@ print(json.dumps({
     assert run_python(code) == {
         "home": str(PROJECT / ".prefect"),
         "startup": 120,
+        "patience": 6,
         "server analytics": False,
         "client analytics": False,
         "promotion": False,

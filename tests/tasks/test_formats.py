@@ -49,6 +49,8 @@ def test_gzip_is_unpacked(name: str) -> None:
         ("a.txt", b"abc\xffd", "a.txt: not UTF-8 at byte 3"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl: not UTF-8 at byte 24"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl: line 2: not JSON: "),
+        ("a.jsonl", b"[" * 99999, "a.jsonl: line 1: not JSON: "),
+        ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "a.jsonl: line 1: not JSON: "),
         ("a.jsonl", b"[1]\n", "a.jsonl: line 1: must be an object, not list"),
         ("a.jsonl", b"null\n", "a.jsonl: line 1: must be an object, not NoneType"),
         ("a.jsonl", b'{"a": 1, "b": 2}', "a.jsonl: line 1: no column 'text'; it has: a, b"),

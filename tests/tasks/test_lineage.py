@@ -1,6 +1,7 @@
 """DVC answers what is up to date: in a repository of its own, and while others use it too."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ lineage.LOCKS = Path(sys.argv[1])
 with lineage.stage_lock("tokens", Workspace()):
     print("held", flush=True)
     sys.stdin.readline()
-    time.sleep(0.5)
+    time.sleep(2)
     print(time.time(), flush=True)
 """
 
@@ -137,6 +138,32 @@ def test_a_dvc_command_of_somebody_else_is_waited_for(made: Project) -> None:
         begun = time.monotonic()
         lineage.stale("corpus", root=made.root)
         assert time.monotonic() - begun > 1
+
+
+def test_locks_of_dead_processes_stop_nobody(made: Project) -> None:
+    with holder(HOLD_DVC, str(made.root), "600") as other:
+        other.kill()
+        other.wait()
+        lineage.stale("corpus", patience_s=0.0, root=made.root)
+    dead = {"pid": other.pid, "cmd": "dvc repro"}
+    output = str(made.root / "data" / "corpus")
+    rwlock = made.root / ".dvc" / "tmp" / "rwlock"
+    rwlock.write_text(json.dumps({"read": {output: [dead]}, "write": {output: dead}}))
+    lineage.record("corpus", patience_s=0.0, root=made.root)
+    assert str(other.pid) not in rwlock.read_text()
+
+
+@pytest.mark.parametrize("left", ["", '{"read": {'], ids=["nothing", "a part"])
+def test_a_lock_file_that_was_half_written_is_named_at_once(made: Project, left: str) -> None:
+    """DVC writes it under a lock of its own: who finds it so need not wait for the rest."""
+    rwlock = made.root / ".dvc" / "tmp" / "rwlock"
+    rwlock.write_text(left)
+    try:
+        with pytest.raises(InputError, match=rf"^{rwlock}: damaged, .* remove it when none"):
+            lineage.record("corpus", root=made.root)
+    finally:
+        rwlock.unlink()
+    lineage.record("corpus", patience_s=0.0, root=made.root)
 
 
 def test_one_process_at_a_time_makes_a_stage(locks: Path, caplog: pytest.LogCaptureFixture) -> None:

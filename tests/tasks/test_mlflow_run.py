@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,18 @@ def test_a_server_that_never_comes_back_stops_nobody(
     assert "s3cret" not in "".join(servers.where_to_look()) + mlflow_store.run_url("1", "2")
 
 
+def test_stopped_while_it_waits_for_the_server_the_run_is_killed(
+    away: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", int(away.rsplit(":", 1)[1]))):  # which never answers
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            opened(run_dir)
+        await_true(lambda: not mlflow_store.owned(run_dir.name))
+    assert json.loads((run_dir / "mlflow.json").read_text())["status"] == "KILLED"
+
+
 def serve(uri: str, database: Path, log: Path) -> subprocess.Popen[str]:
     host, port = "127.0.0.1", uri.rsplit(":", 1)[1]
     mlflow = [str(Path(sys.executable).with_name("mlflow")), "server", "--workers", "1"]
@@ -116,6 +129,7 @@ def test_a_server_that_goes_away_and_comes_back_gets_everything(
     server = serve(away, tmp_path / "server.db", log)
     slowest = 0.0
     try:
+        mlflow_store.client().search_experiments()  # the first question takes a server longest
         arm = opened(run_dir)
         assert arm.run_id is not None
         for step in range(1, 121):  # 24 seconds of a job

@@ -100,6 +100,49 @@ def test_die_with_parent_when_it_is_dead_already() -> None:
     assert done.stdout == b""
 
 
+def test_a_flow_run_gets_sigterm_when_its_worker_is_killed() -> None:
+    job_id = uuid.uuid4().hex
+    flow = (
+        "import signal, sys, time, flows\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit()))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    worker = start(
+        job_id,
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {flow!r}], start_new_session=True)\n"
+        "time.sleep(600)",
+        PREFECT__FLOW_RUN_ID="1",
+    )
+    worker.kill()
+    said, _ = worker.communicate(timeout=20)
+    assert said == "told\n"
+    eventually(lambda: alive(job_id) == [])
+
+
+def test_a_flow_run_whose_worker_is_dead_already_does_not_begin() -> None:
+    job_id = uuid.uuid4().hex
+    orphan = (
+        "import os, time\n"
+        "print('up', flush=True)\n"
+        "while os.getppid() != 1: time.sleep(0.05)\n"
+        "import flows\n"
+        "print('began', flush=True)"
+    )
+    worker = start(
+        job_id,
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {orphan!r}], start_new_session=True)\n"
+        "time.sleep(600)",
+        PREFECT__FLOW_RUN_ID="1",
+    )
+    worker.kill()
+    said, _ = worker.communicate(timeout=20)
+    assert said == ""
+    assert alive(job_id) == []
+
+
 def test_subreaper_gets_the_orphans() -> None:
     code = (
         "import os, time\n"

@@ -15,7 +15,8 @@ import pytest
 
 from algorithms.common.errors import FieldError, InputError
 from tasks import paths
-from tasks.config import SourceConfig, load_params
+from tasks.config import load_params
+from tasks.data_config import SourceConfig
 from tasks.downloads import SIMPLE_JSON, SourceUnavailable
 from tasks.sources import Document, Source, open_source
 from tests.tasks.packages import METADATA, debian_package, sha256, source_archive, zip_archive

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from algorithms.common.errors import InputError
 from tasks import corpus, tokens
-from tasks.config import CorpusConfig, SourceConfig, TokensConfig
+from tasks.data_config import CorpusConfig, SourceConfig, TokensConfig
 from tests.tasks.test_corpus import write_rows
 
 WORDS = [
@@ -262,6 +262,20 @@ def test_bad_input_is_one_line(source: Path, tmp_path: Path) -> None:
         bad(path, tmp_path, out)
         == f"{tmp_path}/MANIFEST.json: no such file; build the corpus first"
     )
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(source: Path, tmp_path: Path) -> None:
+    manifest, out = source / "MANIFEST.json", tmp_path / "out"
+    text = manifest.read_text()
+    for inside, outside in (("val-00000", "../val-00000"), ('"val": {', '"../val": {')):
+        assert inside in text
+        manifest.write_text(text.replace(inside, outside))
+        with pytest.raises(
+            InputError, match=r"MANIFEST.json: '\.\./val.*' does not lie in its folder"
+        ):
+            tokens.build(TokensConfig(vocab_size=300), source, out)
+    manifest.write_text(text)
+    assert not out.exists()
 
 
 def test_a_failure_midway_leaves_the_previous_tokens(

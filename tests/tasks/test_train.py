@@ -5,7 +5,9 @@ bit, with those of one that was left alone.
 """
 
 import contextlib
+import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -49,7 +51,7 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prepare(params: Params, tokens: Path, arm: str = "ddp") -> train.Job:
-    return train.prepare(params, arm, tokens, CODE)
+    return train.prepare(params, arm, {"tokens_dir": tokens}, CODE)
 
 
 def changed(params: Params, **training: object) -> Params:
@@ -106,7 +108,7 @@ def test_other_code_of_the_job_is_another_job(
 
 def test_missing_tokens_and_unknown_arms_are_refused(tokens: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"nothing: holds no tokens; `prepare` with the same --set makes them$"
+        InputError, match=r"nothing: missing; `prepare` with the same --set makes it$"
     ):
         prepare(load_params(), tmp_path / "nothing")
     with pytest.raises(InputError, match="no arm 'dpp' in params.yaml; known arms: ddp"):
@@ -277,6 +279,51 @@ def test_killed_with_all_its_ranks_it_resumes_to_the_same_weights(
     assert resumed_from(project) % 40 == 0 < resumed_from(project)
     assert outcome(project) == whole
     # MLflow: one child, of which the second start knows that it is the same.
+    assert mlflow(project, "SELECT status FROM runs WHERE name = 'ddp'") == [("FINISHED",)]
+    assert_each_metric_once(project, whole[1])
+
+
+CLOCK = """
+import os, time
+now = time.time
+time.time = lambda: now() - 7200 * os.path.exists({mark!r})
+"""
+"""A sitecustomize.py, imported by every Python before anything else."""
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_set_back_and_a_checkpoint_that_is_cut_off(
+    project: Project, whole: tuple[str, list[dict[str, float]]], tmp_path: Path
+) -> None:
+    """Two hours back while it trains; killed, its newest checkpoint is cut off; started again."""
+    (tmp_path / "site").mkdir()
+    mark = tmp_path / "set back"
+    (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK.format(mark=str(mark)))
+    command = [*PRETRAIN, *LONG, "--plain"]
+    flow = project.start(*command, PYTHONPATH=str(tmp_path / "site"))
+    await_step(project, 60)
+    mark.touch()
+    await_step(project, 100)
+    flow.kill()
+    flow.communicate()
+    await_true(lambda: not project.processes())
+    *_, older, newest = sorted((run_dir(project) / "checkpoints").glob("step_*"))
+    largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+    again = project.execute(*command, PYTHONPATH=str(tmp_path / "site"))
+    assert again.returncode == 0, again.stderr
+    assert f"{newest.name} is passed over: {largest.name} has" in again.stdout + again.stderr
+    assert resumed_from(project) == int(older.name.removeprefix("step_"))
+    assert outcome(project) == whole
+    rows = read_rows(run_dir(project) / "metrics.jsonl")
+    wall, elapsed = ([row[key] for row in rows] for key in ("time", "elapsed"))
+    assert wall[-1] < wall[0] - 3600, "the clock was set back"
+    steps = [later - earlier for earlier, later in itertools.pairwise(elapsed)]
+    assert min(steps) > 0 and max(steps) < 60
+    timing = read_json(run_dir(project) / "result.json")["timing"]
+    assert timing["seconds"] >= elapsed[-1]
+    assert timing["device_hours"] == pytest.approx(2 * timing["seconds"] / 3600)
     assert mlflow(project, "SELECT status FROM runs WHERE name = 'ddp'") == [("FINISHED",)]
     assert_each_metric_once(project, whole[1])
 

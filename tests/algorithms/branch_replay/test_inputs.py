@@ -22,7 +22,7 @@ BAD = {
     "floats": (torch.ones(3), f"must be int64 [n] {FORM} torch.float32 [3]"),
     "int32": (torch.ones(3, dtype=torch.int32), f"must be int64 [n] {FORM} torch.int32 [3]"),
     "a mask": (torch.ones(3, dtype=torch.bool), f"must be int64 [n] {FORM} torch.bool [3]"),
-    "a batch": (tokens(6).view(2, 3), f"must be int64 [n] {FORM} torch.int64 [2, 3]"),
+    "batches": (tokens(6).view(1, 2, 3), f"must be int64 [n] {FORM} torch.int64 [1, 2, 3]"),
     "a scalar": (torch.tensor(5), f"must be int64 [n] {FORM} torch.int64 []"),
     "too large": (
         torch.tensor([1, VOCAB, 3]),

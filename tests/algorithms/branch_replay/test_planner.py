@@ -174,15 +174,6 @@ def peak(function) -> int:
     return most
 
 
-@pytest.fixture
-def one_thread():
-    """Each further thread has scratch space of its own, which at toy size outweighs the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("family", "mode", "work", "settings"),
     [
@@ -200,7 +191,7 @@ def one_thread():
         ),
     ],
 )
-def test_planned_peaks_are_those_of_the_profiler(one_thread, family, mode, work, settings):
+def test_planned_peaks_are_those_of_the_profiler(family, mode, work, settings):
     sizes = {"max_position_embeddings": 1024, "n_positions": 1024}
     if family == "qwen3":  # wide enough for blocks of scores not to matter
         sizes |= {"hidden_size": 128, "intermediate_size": 344, "head_dim": 32}

@@ -83,8 +83,13 @@ def remove_metadata(folder):
     (folder / ".metadata").unlink()
 
 
+def garble_metadata(folder):
+    file = folder / ".metadata"
+    file.write_bytes(file.read_bytes()[::-1])
+
+
 @pytest.mark.parametrize(
-    "damage", [truncate, remove_file, remove_seal, garble_seal, remove_metadata]
+    "damage", [truncate, remove_file, remove_seal, garble_seal, remove_metadata, garble_metadata]
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog, damage):
     saved(tmp_path)
@@ -168,8 +173,24 @@ def test_a_rank_without_a_state_of_its_own_is_named(ranks, tmp_path):
         ranks.run(load_own, tmp_path, world_size=2)
 
 
+def peek_and_load_another(comm, folder):
+    checkpoints = Checkpoints(folder, 2, comm)
+    return checkpoints.peek(), checkpoints.load_own(2)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_world_of_another_size_can_read_the_state_of_any_rank(ranks, tmp_path, world_size):
+    ranks.run(save_and_load_own, tmp_path, world_size=3)
+    for peeked, found in ranks.run(peek_and_load_another, tmp_path, world_size=world_size):
+        assert peeked == (4, {"loss": 0.1})
+        step, state, noted = found
+        assert (step, noted, state["phase"]) == (4, {"loss": 0.1}, 2)
+        assert torch.equal(state["weights"], own_state(2)["weights"])
+
+
 def test_without_a_checkpoint_there_is_no_own_state(tmp_path):
     assert Checkpoints(tmp_path, 2, ALONE).load_own() == (0, {}, {})
+    assert Checkpoints(tmp_path, 2, ALONE).peek() == (0, {})
 
 
 def test_a_damaged_own_checkpoint_is_passed_over(tmp_path):

@@ -200,6 +200,9 @@ def test_wrong_folders_are_named(folder: Path) -> None:
     TokenShards(folder, "train")
     manifest.write_text(text.replace('"train": {', '"test": {'))
     assert refused() == f"{manifest}: has no key 'train'"
+    for outside in ("../train/00000.bin", str(folder / "train" / "00000.bin")):
+        manifest.write_text(text.replace("train/00000.bin", outside))
+        assert refused() == f"{manifest}: {outside!r} does not lie in its folder"
     manifest.write_text(text[:50])
     assert refused().startswith(f"{manifest}: not JSON: ")
     manifest.write_text("[]")

@@ -9,90 +9,27 @@ import torch
 import torch.nn.functional as F
 
 from algorithms.common import data, model
+from algorithms.common.adamw import adamw
 from algorithms.common.comm import Comm
 from algorithms.common.config import ModelConfig
-from algorithms.common.errors import NonFiniteError, Preempted
 from algorithms.common.files import read_json
-from algorithms.common.loop import Loop, learning_rate
+from algorithms.common.loop import learning_rate
 from algorithms.common.metrics import read_rows
-from algorithms.lordo import methods
-from algorithms.lordo.inner import adamw
 from tests import toys
-
-REPEATS = ("step", "tokens", "train/loss", "lr", "grad_norm", "comm/payload_bytes", "val/loss")
-
-
-class Killed(Exception):
-    """Stands for kill -9: nothing gets to write anything after it."""
-
-
-def build(training, tokens, comm, dtype=torch.float32):
-    shards = data.TokenShards(tokens, "train")
-    decoder = model.build(
-        toys.MODEL,
-        vocab_size=shards.vocab_size,
-        end_of_text=shards.end_of_text,
-        seed=training.seed,
-    )
-    return decoder.to(dtype)
-
-
-def train(comm, tokens, run_dir, training, kill_at=None, stop_at=None, break_at=None, arm=toys.DDP):
-    """One attempt on one rank: `kill_at` raises in that step, `stop_at` asks rank 0 to stop."""
-    decoder = build(training, tokens, comm)
-    method = methods.build(decoder, arm, comm, seed=0)
-    step = 0
-
-    def stop_requested():
-        nonlocal step
-        step += 1
-        if kill_at is not None and step + resumed == kill_at:
-            raise Killed
-        if break_at is not None and step == break_at - 1 and comm.rank == comm.world_size - 1:
-            with torch.no_grad():
-                decoder.model.norm.weight[0] = math.inf
-        return stop_at is not None and step + resumed == stop_at and comm.rank == 0
-
-    names = [folder.name for folder in (run_dir / "checkpoints").glob("step_*")]
-    resumed = max((int(name.removeprefix("step_")) for name in names), default=0)
-    loop = Loop(
-        training,
-        peak_lr=toys.OPTIMIZER.lr,
-        model=decoder,
-        method=method,
-        tokens_dir=tokens,
-        run_dir=run_dir,
-        comm=comm,
-        stop_requested=stop_requested,
-    )
-    try:
-        result = loop.run()
-    except (Killed, Preempted, NonFiniteError) as error:
-        return type(error).__name__, str(error)
-    return model.weights_sha256(decoder), result["quality"]
-
-
-def repeatable(run_dir):
-    rows = read_rows(run_dir / "metrics.jsonl")
-    return [{key: row.get(key) for key in REPEATS} for row in rows]
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    return toys.write_tokens(tmp_path / "tokens")
+from tests.loops import Killed, folder, loop, new_model, repeatable, train
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_killed_at_any_step_a_run_resumes_to_the_same_weights(ranks, tokens, tmp_path, world_size):
     training = toys.training(ranks=world_size, accumulation=2)
-    whole = tmp_path / "whole"
-    whole.mkdir()
+    whole = folder(tmp_path / "whole")
     expected = ranks.run(train, tokens, whole, training, world_size=world_size)
     assert len({sha for sha, _ in expected}) == 1, "ranks end with different weights"
     for kill_at in (1, 2, 3, 4, 6, 8, 10):
-        run_dir = tmp_path / f"killed_at_{kill_at}"
-        run_dir.mkdir()
-        killed = ranks.run(train, tokens, run_dir, training, kill_at, world_size=world_size)
+        run_dir = folder(tmp_path / f"killed_at_{kill_at}")
+        killed = ranks.run(
+            train, tokens, run_dir, training, toys.DDP, kill_at, world_size=world_size
+        )
         assert {kind for kind, _ in killed} == {"Killed"}
         resumed = ranks.run(train, tokens, run_dir, training, world_size=world_size)
         assert resumed == expected
@@ -103,11 +40,9 @@ def test_killed_at_any_step_a_run_resumes_to_the_same_weights(ranks, tokens, tmp
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_stop_seen_by_one_rank_ends_all_at_the_same_step(ranks, tokens, tmp_path, world_size):
     training = toys.training(ranks=world_size)
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir()
-    stopped.mkdir()
+    whole, stopped = folder(tmp_path / "whole"), folder(tmp_path / "stopped")
     expected = ranks.run(train, tokens, whole, training, world_size=world_size)
-    first = ranks.run(train, tokens, stopped, training, None, 5, world_size=world_size)
+    first = ranks.run(train, tokens, stopped, training, toys.DDP, None, 5, world_size=world_size)
     assert {message for _, message in first} == {"stopped after step 5; its checkpoint is written"}
     assert (stopped / "checkpoints" / "step_00000005").is_dir()
     assert ranks.run(train, tokens, stopped, training, world_size=world_size) == expected
@@ -128,7 +63,7 @@ def test_one_rank_equals_a_plain_loop_of_torch(tokens, tmp_path):
     sha, _ = train(Comm(None, torch.device("cpu")), tokens, tmp_path, training)
 
     shards = data.TokenShards(tokens, "train")
-    reference = build(training, tokens, None)
+    reference = new_model()
     optimizer = adamw(reference, toys.OPTIMIZER)
     for step in range(1, 7):
         batch = data.batch(
@@ -148,8 +83,7 @@ def test_more_ranks_and_accumulation_train_on_the_same_batches(ranks, tokens, tm
     """Sums are taken in another order, so equal to rounding, not to the bit."""
     losses = []
     for world_size, accumulation in ((1, 1), (2, 1), (2, 2), (4, 2)):
-        run_dir = tmp_path / f"{world_size}x{accumulation}"
-        run_dir.mkdir()
+        run_dir = folder(tmp_path / f"{world_size}x{accumulation}")
         training = toys.training(ranks=world_size, accumulation=accumulation)
         ranks.run(train, tokens, run_dir, training, world_size=world_size)
         losses.append([row["train/loss"] for row in read_rows(run_dir / "metrics.jsonl")])
@@ -160,7 +94,9 @@ def test_more_ranks_and_accumulation_train_on_the_same_batches(ranks, tokens, tm
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_broken_weight_stops_all_ranks_before_a_checkpoint(ranks, tokens, tmp_path, world_size):
     training = toys.training(ranks=world_size, checkpoint_every=4)
-    outcomes = ranks.run(train, tokens, tmp_path, training, None, None, 4, world_size=world_size)
+    outcomes = ranks.run(
+        train, tokens, tmp_path, training, toys.DDP, None, None, 3, world_size=world_size
+    )
     assert {kind for kind, _ in outcomes} == {"NonFiniteError"}
     for _, message in outcomes:
         assert message.startswith(f"step 4: rank {world_size - 1}: loss is nan")
@@ -168,10 +104,9 @@ def test_a_broken_weight_stops_all_ranks_before_a_checkpoint(ranks, tokens, tmp_
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-def train_from_directory(comm, tokens, run_dir, training, folder, kill_at=None):
+def train_from_directory(comm, tokens, run_dir, training, place, kill_at=None):
     """A GPT-2 with dropout, loaded from disk: such a model comes in evaluation mode."""
-    decoder = model.build(ModelConfig(path=str(folder)), vocab_size=97, end_of_text=0, seed=0)
-    method = methods.build(decoder, toys.DDP, comm, seed=0)
+    decoder = model.build(ModelConfig(path=str(place)), vocab_size=97, end_of_text=0, seed=0)
     steps = 0
 
     def stop_requested():
@@ -181,18 +116,9 @@ def train_from_directory(comm, tokens, run_dir, training, folder, kill_at=None):
             raise Killed
         return False
 
-    loop = Loop(
-        training,
-        peak_lr=toys.OPTIMIZER.lr,
-        model=decoder,
-        method=method,
-        tokens_dir=tokens,
-        run_dir=run_dir,
-        comm=comm,
-        stop_requested=stop_requested,
-    )
+    options = {"decoder": decoder, "stop_requested": stop_requested}
     with contextlib.suppress(Killed):
-        loop.run()
+        loop(comm, tokens, run_dir, training, **options).run()
     return model.weights_sha256(decoder)
 
 
@@ -203,8 +129,7 @@ def test_dropout_is_on_from_the_first_step_and_repeats_on_resume(ranks, tokens, 
     training = toys.training(ranks=2)
     hashes = []
     for name, kills in (("whole", [None]), ("killed", [6, None])):
-        run_dir = tmp_path / name
-        run_dir.mkdir()
+        run_dir = folder(tmp_path / name)
         for kill_at in kills:
             arguments = (tokens, run_dir, training, tmp_path / "gpt2", kill_at)
             results = ranks.run(train_from_directory, *arguments, world_size=2)
@@ -216,30 +141,19 @@ def test_dropout_is_on_from_the_first_step_and_repeats_on_resume(ranks, tokens, 
 def test_bytes_are_those_of_the_gradients_and_nothing_hidden(ranks, tokens, tmp_path):
     training = toys.training(ranks=2)
     ranks.run(train, tokens, tmp_path, training, world_size=2)
-    parameters = sum(p.numel() for p in build(training, tokens, None).parameters())
+    parameters = sum(p.numel() for p in new_model().parameters())
     for row in read_rows(tmp_path / "metrics.jsonl"):
         assert row["comm/gradients/payload_bytes"] == 4 * parameters * row["step"]
 
 
 def test_held_out_loss_is_that_of_the_plain_sum(tokens, tmp_path):
     training = toys.training(steps=1, warmup_steps=0, eval_every=1)
-    decoder = build(training, tokens, None)
-    alone = Comm(None, torch.device("cpu"))
-    method = methods.build(decoder, toys.DDP, alone, seed=0)
-    loop = Loop(
-        training,
-        peak_lr=1.0,
-        model=decoder,
-        method=method,
-        tokens_dir=tokens,
-        run_dir=tmp_path,
-        comm=alone,
-    )
-    held_out = loop.evaluate(0)
+    made = loop(Comm(None, torch.device("cpu")), tokens, tmp_path, training)
+    held_out = made.evaluate(0)
     shards = data.TokenShards(tokens, "val")
     windows = shards.read(np.arange(5) * shards.windows(16) // 5, 16)
     with torch.no_grad():
-        scores = decoder(input_ids=windows[:, :-1]).logits
+        scores = made.model(input_ids=windows[:, :-1]).logits
     loss = F.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten()).item()
     assert held_out["val/loss"] == pytest.approx(loss, rel=1e-6)
     assert held_out["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
@@ -257,6 +171,6 @@ def test_learning_rate_warms_up_and_falls_to_its_floor():
 def test_checkpoints_keep_the_last_k(ranks, tokens, tmp_path):
     training = toys.training(ranks=2, checkpoint_every=2, keep_checkpoints=2)
     ranks.run(train, tokens, tmp_path, training, world_size=2)
-    names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    names = sorted(each.name for each in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000008", "step_00000010"]
     assert read_json(tmp_path / "checkpoints" / "step_00000010" / "seal.json")

@@ -1,6 +1,7 @@
 """Models are `transformers`' own: built by size, saved as directories that anybody can load."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -78,6 +79,11 @@ def test_the_tokenizer_comes_along(tmp_path):
     [
         ({"family": "gopher"}, "model.family: transformers has no 'gopher'"),
         ({"extra": {"rope_thetas": 1}}, "model.extra.rope_thetas: llama has no such setting"),
+        ({"extra": {"vocab_size": 5}}, "model.extra.vocab_size: is 97, as the tokens have it"),
+        ({"extra": {"eos_token_id": 5}}, "model.extra.eos_token_id: is 0, as the tokens have it"),
+        ({"extra": {"rms_norm_eps": "much"}}, "model.family: llama: .*rms_norm_eps"),
+        ({"extra": {"hidden_act": "none of ours"}}, "model.family: llama: .*none of ours"),
+        ({"extra": {"num_key_value_heads": 3}}, "model.family: llama: "),
         ({"family": "bert"}, "model.family: bert is not causal"),
         ({"family": "vit"}, "model.family: vit: "),
         ({"path": "/nowhere"}, "model.path: /nowhere holds no config.json"),
@@ -100,6 +106,43 @@ def test_a_directory_with_broken_weights_is_named(tmp_path):
     (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(InputError, match="model.path: .*model"):
         build(path=str(tmp_path / "model"))
+
+
+def test_published_weights_are_safetensors_and_nothing_that_can_run(tmp_path):
+    model.save(build(), tmp_path, tmp_path / "model")
+    names = {file.name for file in (tmp_path / "model").iterdir()}
+    assert "model.safetensors" in names
+    assert {name.rpartition(".")[2] for name in names} == {"json", "safetensors"}
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_directory_of_strangers_runs_nothing(tmp_path):
+    """Neither pickled weights nor a model's own code."""
+    folder = tmp_path / "model"
+    model.save(build(), tmp_path, folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    text = weights.read_bytes()
+    weights.unlink()
+    torch.save({"lm_head.weight": Bomb(tmp_path / "weights")}, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="model.path: .*model"):
+        build(path=str(folder))
+    weights.write_bytes(text)
+    settings = json.loads(config.read_text())
+    code = {"auto_map": {"AutoModelForCausalLM": "own.Model", "AutoConfig": "own.Config"}}
+    config.write_text(json.dumps(settings | code | {"model_type": "unheard-of"}))
+    (folder / "own.py").write_text(f"import os; os.mkdir({str(tmp_path / 'code')!r})")
+    with pytest.raises(InputError, match="model.path: .*model"):
+        build(path=str(folder))
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
 
 def test_a_tied_head_counts_once():

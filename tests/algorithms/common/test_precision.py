@@ -3,43 +3,26 @@
 import pytest
 import torch
 
-from algorithms.common import data, model
 from algorithms.common.comm import Comm
-from algorithms.common.loop import Loop
 from algorithms.common.metrics import read_rows
-from algorithms.lordo import methods
 from tests import toys
+from tests.loops import folder, loop
 
 ALONE = Comm(None, torch.device("cpu"))
 
 
 def train(tokens, run_dir, precision):
     """Losses of a run of its own, with the model and the optimizer it ends with."""
-    run_dir.mkdir()
     training = toys.training(precision=precision, steps=20)
-    shards = data.TokenShards(tokens, "train")
-    decoder = model.build(
-        toys.MODEL, vocab_size=shards.vocab_size, end_of_text=shards.end_of_text, seed=0
-    )
-    method = methods.build(decoder, toys.DDP, ALONE, seed=0)
-    loop = Loop(
-        training,
-        peak_lr=toys.OPTIMIZER.lr,
-        model=decoder,
-        method=method,
-        tokens_dir=tokens,
-        run_dir=run_dir,
-        comm=ALONE,
-    )
+    made = loop(ALONE, tokens, folder(run_dir), training)
     seen = set()
-    decoder.lm_head.register_forward_hook(lambda _, __, scores: seen.add(scores.dtype))
-    loop.run()
+    made.model.lm_head.register_forward_hook(lambda _, __, scores: seen.add(scores.dtype))
+    made.run()
     rows = read_rows(run_dir / "metrics.jsonl")
-    return [row["train/loss"] for row in rows], rows[-1]["val/loss"], decoder, method, seen
+    return [row["train/loss"] for row in rows], rows[-1]["val/loss"], made.model, made.method, seen
 
 
-def test_bf16_rounds_the_forward_pass_and_nothing_that_stays(tmp_path):
-    tokens = toys.write_tokens(tmp_path / "tokens")
+def test_bf16_rounds_the_forward_pass_and_nothing_that_stays(tokens, tmp_path):
     exact, exact_held_out, _, _, in_fp32 = train(tokens, tmp_path / "fp32", "fp32")
     losses, held_out, decoder, method, in_bf16 = train(tokens, tmp_path / "bf16", "bf16")
     assert (in_fp32, in_bf16) == ({torch.float32}, {torch.bfloat16})

@@ -68,7 +68,7 @@ def busy_receiver(comm: Comm) -> float:
     """Seconds that rank 0 is held up by posting to a rank that is not there yet."""
     tensor = torch.ones(1_000_000)
     if comm.rank == 1:
-        time.sleep(0.5)
+        time.sleep(2.0)
         assert comm.recv(torch.empty(1_000_000), 0, "test").sum() == 1_000_000
         return 0.0
     start = time.monotonic()
@@ -79,7 +79,7 @@ def busy_receiver(comm: Comm) -> float:
 
 
 def test_isend_does_not_wait_for_the_receiver(ranks: RankPool) -> None:
-    assert ranks.run(busy_receiver, world_size=2)[0] < 0.25
+    assert ranks.run(busy_receiver, world_size=2)[0] < 1.0
 
 
 def to_itself(comm: Comm) -> None:

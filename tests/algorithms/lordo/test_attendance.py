@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from algorithms.common.errors import NonFiniteError
+from algorithms.common.errors import MissingRanks, NonFiniteError
 from algorithms.lordo import attendance
-from algorithms.lordo.attendance import Attendance, MissingRanks
+from algorithms.lordo.attendance import Attendance
 from algorithms.lordo.board import Board
 
 
@@ -43,9 +43,19 @@ def test_an_exchange_begins_when_all_have_come_and_returns_what_it_gave() -> Non
     assert came == ["second", "exchange"]
 
 
+def test_a_step_may_have_several_exchanges() -> None:
+    first, second = ranks(2, 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second.exchange, 3, lambda: None)
+        first.exchange(3, lambda: None)
+        other.result(20)
+    with pytest.raises(MissingRanks, match="step 3: rank 1 did not come"):
+        first.exchange(3, lambda: None)
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     everyone = ranks(4, 0.2)
-    everyone[1].board.come(63)
+    everyone[1].board.come(0)
     with ThreadPoolExecutor(2) as pool:
         said = [
             str(future.exception(20))
@@ -57,7 +67,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def test_a_rank_that_is_lost_within_the_exchange_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attendance, "GRACE_S", 0.2)
     everyone = ranks(3, 20.0)
-    everyone[1].board.come(8)
+    everyone[1].board.come(1)
 
     def breaks() -> None:
         raise RuntimeError("Connection closed\nby peer")
@@ -78,7 +88,7 @@ def test_errors_that_name_their_cause_pass() -> None:
 
     with pytest.raises(NonFiniteError):
         alone.exchange(8, bad)
-    with pytest.raises(MissingRanks, match="step 9: the exchange failed, every rank is alive: bug"):
+    with pytest.raises(RuntimeError, match="^bug$"):  # nobody is missing: it is not the wire's
         alone.exchange(9, lambda: (_ for _ in ()).throw(RuntimeError("bug")))
 
 
@@ -89,7 +99,7 @@ def serve(rank: int, port: int, answers: Connection) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20)
     )
-    attended = Attendance(Board(store, rank=rank, world_size=3, timeout_s=2.0))
+    attended = Attendance(Board(store, rank=rank, world_size=3, timeout_s=5.0))
     tensor = torch.ones(1)
 
     def work() -> None:
@@ -125,12 +135,14 @@ def test_real_ranks_that_die_and_stall() -> None:
         step, said, seconds = pipes[0][0].recv()
         assert step == 2 and seconds < 10, "a closed connection is noticed before the timeout"
         assert re.match(
-            "step 2: the exchange failed, rank 1 died or stalled in it: .*(closed|reset)", said
+            "step 2: the exchange failed, rank 1 died or stalled in it: "
+            ".*(closed|reset|Broken pipe)",
+            said,
         )
         assert pipes[0][0].poll(60)
         step, said, seconds = pipes[0][0].recv()
-        assert said == "step 3: ranks 1, 2 did not come to the exchange within 2 s"
-        assert seconds < 10
+        assert said == "step 3: ranks 1, 2 did not come to the exchange within 5 s"
+        assert seconds < 15
     finally:
         for process in processes:
             process.kill()

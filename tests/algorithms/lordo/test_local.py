@@ -1,68 +1,12 @@
 """Local arms in the real loop: exact on resume at any step, ranks equal where they should be."""
 
 import pytest
-import torch
 
 from algorithms.common import model
-from algorithms.common.errors import NonFiniteError, Preempted
-from algorithms.common.loop import Loop
-from algorithms.common.metrics import read_rows
-from algorithms.lordo import methods
+from algorithms.common.errors import NonFiniteError
 from tests import toys
-
-
-class Killed(Exception):
-    """Stands for kill -9: nothing gets to write anything after it."""
-
-
-def train(comm, tokens, run_dir, training, arm, kill_at=None, stop_at=None, poison_at=None):
-    """One attempt on one rank: weights, and what result.json would say, or the error."""
-    decoder = model.build(toys.MODEL, vocab_size=toys.VOCAB, end_of_text=0, seed=0)
-    method = methods.build(decoder, arm, comm, seed=0)
-    update, now = method.update, 0
-
-    def watched(step, lr):
-        nonlocal now
-        now = step
-        if step == kill_at:
-            raise Killed
-        update(step, lr)
-        if step == poison_at and comm.rank == comm.world_size - 1:
-            with torch.no_grad():
-                decoder.model.norm.weight[0] = torch.inf
-
-    method.update = watched
-    loop = Loop(
-        training,
-        peak_lr=arm.optimizer.lr,
-        model=decoder,
-        method=method,
-        tokens_dir=tokens,
-        run_dir=run_dir,
-        comm=comm,
-        stop_requested=lambda: comm.rank == 0 and stop_at is not None and now >= stop_at - 1,
-    )
-    try:
-        quality = loop.run()["quality"]
-    except (Killed, Preempted, NonFiniteError) as error:
-        return type(error).__name__, str(error)
-    with method.synced():
-        return model.weights_sha256(decoder), quality
-
-
-def repeatable(run_dir):
-    keys = ("step", "train/loss", "lr", "grad_norm", "val/loss", "comm/payload_bytes")
-    return [{key: row.get(key) for key in keys} for row in read_rows(run_dir / "metrics.jsonl")]
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    return toys.write_tokens(tmp_path / "tokens")
-
-
-def folder(path):
-    path.mkdir()
-    return path
+from tests.distributed import RankError
+from tests.loops import folder, loop, repeatable, train
 
 
 @pytest.mark.slow
@@ -112,14 +56,46 @@ def test_between_rounds_nothing_is_sent_but_at_rows(ranks, tokens, tmp_path):
     assert grew == [4, 8, 12]
 
 
+def guarded_steps(comm, tokens, run_dir, training, arm):
+    called = []
+
+    def guard(step, work):
+        sent = comm.payload_bytes
+        result = work()
+        called.append((step, comm.payload_bytes > sent))
+        return result
+
+    loop(comm, tokens, run_dir, training, arm, guard=guard).run()
+    return called
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("lordo_global", [1, 1, 4, 4, 8, 8, 10, 10, 10]),  # the first gradient; the evaluation
+        ("delayed", [6, 6, 10, 10, 10, 10]),
+    ],
+)
+def test_whatever_ranks_exchange_in_a_round_is_guarded(ranks, tokens, tmp_path, name, steps):
+    """The wait for each other comes first; a delayed round is sent by a thread, and only its end
+    is waited for."""
+    training = toys.training(ranks=4, log_every=10, eval_every=10, checkpoint_every=10)
+    arm = toys.RANKS_DIFFER[name]
+    found = ranks.run(guarded_steps, tokens, tmp_path, training, arm)
+    for called in found:
+        assert [step for step, _ in called] == steps
+        assert sum(sent for _, sent in called) == len(steps) - len(set(steps))
+
+
+def train_poisoned(comm, tokens, run_dir, training, arm):
+    kind, message = train(comm, tokens, run_dir, training, arm, poison_at=1)
+    raise NonFiniteError(message) if kind == "NonFiniteError" else AssertionError(kind)
+
+
 def test_a_rank_that_goes_wrong_between_rounds_names_itself(ranks, tokens, tmp_path):
     training = toys.training(ranks=2, log_every=10, eval_every=10, checkpoint_every=10)
-    arm = toys.local()
-    with pytest.raises(Exception, match="hung|step 2: rank 1: .*model.norm.weight is not finite"):
-        found = ranks.run(
-            train, tokens, tmp_path, training, arm, None, None, 1, world_size=2, timeout=5
-        )
-        raise AssertionError(found)
+    with pytest.raises(RankError, match="step 2: rank 1: .*model.norm.weight is not finite"):
+        ranks.run(train_poisoned, tokens, tmp_path, training, toys.local(), world_size=2)
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
@@ -134,17 +110,8 @@ def test_the_saved_model_is_the_synced_one(ranks, tokens, tmp_path):
 
 
 def own_and_synced(comm, tokens, run_dir, training, arm):
-    decoder = model.build(toys.MODEL, vocab_size=toys.VOCAB, end_of_text=0, seed=0)
-    method = methods.build(decoder, arm, comm, seed=0)
-    Loop(
-        training,
-        peak_lr=arm.optimizer.lr,
-        model=decoder,
-        method=method,
-        tokens_dir=tokens,
-        run_dir=run_dir,
-        comm=comm,
-    ).run()
-    own = model.weights_sha256(decoder)
-    with method.synced():
-        return own, model.weights_sha256(decoder)
+    made = loop(comm, tokens, run_dir, training, arm)
+    made.run()
+    own = model.weights_sha256(made.model)
+    with made.method.synced():
+        return own, model.weights_sha256(made.model)

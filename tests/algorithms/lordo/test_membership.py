@@ -13,7 +13,7 @@ import torch.distributed as dist
 from algorithms.lordo.board import Board, Member
 from algorithms.lordo.membership import PATIENCE, Decision, LostContact, Membership, Verdict
 
-TIMEOUT_S = 0.3
+TIMEOUT_S = 1.0
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -32,11 +32,13 @@ def crew(world: int = 4, timeout_s: float = TIMEOUT_S) -> list[Membership]:
 
 
 def founded(world: int = 4, timeout_s: float = TIMEOUT_S) -> list[Membership]:
-    """Members that all hold the weights."""
-    members = crew(world, timeout_s)
+    """Members that all hold the weights, and from then on wait `timeout_s`."""
+    members = crew(world, timeout_s=20)
     together(*[member.join for member in members])
     verdicts = together(*[lambda member=member: member.vote(True) for member in members])
     assert verdicts == [Verdict(True, [])] * world
+    for member in members:
+        member.board.timeout_s, member.board._next_beat = timeout_s, 0.0
     return members
 
 

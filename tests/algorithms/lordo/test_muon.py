@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from algorithms.common.errors import InputError
+from algorithms.common.matrix_optimizer import MatrixOptimizer
 from algorithms.common.memory import optimizer_bytes
 from algorithms.lordo.config import LowRankConfig, SyncConfig
-from algorithms.lordo.matrix_optimizer import MatrixOptimizer
 from algorithms.lordo.muon import LowRankMuon, Muon
 from algorithms.lordo.muon_reference import AdamWReference, MatrixReference
 from algorithms.lordo.sync import Sync
@@ -251,6 +251,9 @@ def test_zero_gradients_move_nothing_but_decay(kind):
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_zero_grad_leaves_only_what_is_carried(set_to_none):
     optimizer, weights = made("muon grad")
+    give_gradients(weights, 0)
+    optimizer.zero_grad(set_to_none)  # before the first step nothing is carried
+    assert all(each.grad is None if set_to_none else not each.grad.any() for each in weights)
     give_gradients(weights, 1)
     expected = [BETAS[0] * each.grad for each in weights[: len(MATRICES)]]
     optimizer.step()
@@ -273,7 +276,7 @@ def test_gradients_are_left_as_they_are_unless_carried():
 
 def test_one_portion_and_many_are_equal(monkeypatch):
     together, weights = made("muon", dtype=torch.float64)
-    monkeypatch.setattr("algorithms.lordo.cohort.ELEMENTS", 500)
+    monkeypatch.setattr("algorithms.common.cohort.ELEMENTS", 500)
     apart, others = made("muon", dtype=torch.float64)
     assert len(together._cohorts) == 1 and len(apart._cohorts) > 3
     run(together, weights, range(1, 4))
@@ -318,6 +321,12 @@ def test_values_out_of_range(kind, key, value):
     group = {"params": [nn.Parameter(torch.ones(2, 3))], **own, key: value}
     with pytest.raises(InputError, match=f"^{key}: is "):
         cls([group])
+
+
+def test_momentum_in_grad_of_which_nothing_stays_is_refused():
+    weight = nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(InputError, match="^betas: is "):
+        Muon([{"params": [weight], "matrices": True}], betas=(0.0, 0.99), momentum="grad")
 
 
 @pytest.mark.parametrize("momentum, error", [("fp32", 1e-5), ("bf16", 1e-2)])

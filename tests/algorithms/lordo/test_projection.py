@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from algorithms.lordo.config import Compute
 from algorithms.lordo.projection import (
-    Compute,
     cosine_basis,
     orthonormal,
     overlap,

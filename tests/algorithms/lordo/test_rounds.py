@@ -50,13 +50,7 @@ def test_resumes_bit_for_bit_at_any_step(stop: int, changes: dict[str, Any]) -> 
     for each, state in zip(resumed.workers, torch.load(file, weights_only=True), strict=True):
         each.load(state)
     resumed.owners = [each.clone() for each in whole.owners]
-    if whole.flight is not None:  # sent anew, from what each worker kept
-        unfinished = [each.sync.unfinished() for each in resumed.workers]
-        assert [set(each) for each in unfinished] == [set(each) for each in whole.flight[1]]
-        resumed.flight = whole.flight
-        for own, each in zip(unfinished, whole.workers, strict=True):
-            for tag, flat in each.sync.unfinished().items():
-                assert torch.equal(own[tag], flat)
+    resumed.flight = whole.flight  # who averages keeps what came of it
     for step in range(stop + 1, 15):
         whole.step(step)
         resumed.step(step)

@@ -5,17 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.common import model as models
 from algorithms.common.codec import CODECS
 from algorithms.common.config import OptimizerConfig
 from algorithms.common.errors import NonFiniteError
 from algorithms.common.loop import token_loss
 from algorithms.common.meter import Counter
+from algorithms.common.model import logits
 from algorithms.lordo import methods
 from algorithms.lordo.config import ArmConfig, LowRankConfig, SyncConfig
 from algorithms.lordo.stacked import StackedMeter, build
 from algorithms.lordo.wire import Reducer
 from tests import toys
+from tests.loops import new_model
 
 ADAM = OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_norm=0.5)
 LORDO = ArmConfig(
@@ -50,7 +51,16 @@ ARMS = {
         low_rank=LowRankConfig(rank=3, projection="frozen"),
         sync=SyncConfig(every=3),
     ),
+    "lordo_ns_carry": replace(
+        LORDO,
+        inner="lordo_ns",
+        low_rank=LowRankConfig(rank=3, projection="frozen", carry=0.6),
+        sync=SyncConfig(every=3),
+    ),
     "muloco": replace(LORDO, inner="muon", low_rank=None, sync=SyncConfig(every=3)),
+    "muloco_in_grad": replace(
+        LORDO, inner="muon", low_rank=None, momentum="grad", sync=SyncConfig(every=3)
+    ),
     "lowrank_ddp": ArmConfig(
         method="lowrank_ddp",
         optimizer=ADAM,
@@ -60,19 +70,6 @@ ARMS = {
 }
 STEPS = 7
 """Ends inside a round of every arm."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As ranks have it: the order of sums depends on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def new_model():
-    return models.build(toys.MODEL, vocab_size=toys.VOCAB, end_of_text=0, seed=0)
 
 
 def tokens(step, rank):
@@ -86,7 +83,7 @@ def train_on_rank(comm, arm):
     method = methods.build(model, arm, comm, seed=0)
     for step in range(1, STEPS + 1):
         batch = tokens(step, comm.rank)
-        token_loss(models.logits(method.module, batch[:, :-1]), batch[:, 1:]).backward()
+        token_loss(logits(method.module, batch[:, :-1]), batch[:, 1:]).backward()
         method.gradient_norm()
         method.update(step, ADAM.lr / step)
     method.flush(STEPS)
@@ -121,7 +118,10 @@ def test_an_arm_is_that_of_real_ranks_bit_for_bit(ranks, name, workers):
     assert_same_as_ranks(ranks, ARMS[name], workers)
 
 
-@pytest.mark.parametrize("name", ["local_adam", "lordo_ns", "muloco", "delayed"])
+@pytest.mark.parametrize(
+    "name",
+    ["local_adam", "lordo_ns", "lordo_ns_carry", "muloco", "muloco_in_grad", "delayed"],
+)
 def test_other_local_arms_on_four_ranks(ranks, name):
     assert_same_as_ranks(ranks, ARMS[name], 4)
 
@@ -144,7 +144,7 @@ def count_round(comm, numel, codec):
     return comm.counters["delta"]
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "top_k"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "int2", "sign", "top_k"])
 @pytest.mark.parametrize("numel", [1, 1000])
 def test_a_round_is_counted_as_the_reducer_counts_it(ranks, numel, codec):
     meter = StackedMeter(4)

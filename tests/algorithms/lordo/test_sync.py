@@ -10,8 +10,11 @@ from torch import Tensor
 
 from algorithms.common.codec import CODECS
 from algorithms.common.comm import Comm
+from algorithms.common.errors import InputError
 from algorithms.lordo.agreement import same_on_all_ranks
 from algorithms.lordo.config import LowRankConfig, SyncConfig
+from algorithms.lordo.optimizer import LoRDO
+from algorithms.lordo.sync import Sync
 from algorithms.lordo.wire import Pending, Reducer
 from tests.distributed import RankPool
 from tests.local_workers import (
@@ -231,19 +234,14 @@ def test_real_ranks_equal_stacked_workers_bit_for_bit(
     config = sync_config(**changes)
     method = None if options is None else low_rank(**options)
     results = ranks.run(on_a_rank, config, method, 14, world_size=world_size)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks
-    try:
-        workers = Stacked(
-            world_size, config, method, dtype=torch.float32, codec=CODECS.get(config.wire)
-        )
-        for step in range(1, 15):
-            workers.step(step)
-            for each, (seen, *_) in zip(workers.workers, results, strict=True):
-                for own, theirs in zip(each.named.values(), seen[step - 1], strict=True):
-                    assert torch.equal(own, theirs)
-    finally:
-        torch.set_num_threads(threads)
+    workers = Stacked(
+        world_size, config, method, dtype=torch.float32, codec=CODECS.get(config.wire)
+    )
+    for step in range(1, 15):
+        workers.step(step)
+        for each, (seen, *_) in zip(workers.workers, results, strict=True):
+            for own, theirs in zip(each.named.values(), seen[step - 1], strict=True):
+                assert torch.equal(own, theirs)
     for each, (_, states, calls, moments) in zip(workers.workers, results, strict=True):
         own = [
             value
@@ -254,3 +252,15 @@ def test_real_ranks_equal_stacked_workers_bit_for_bit(
         assert all(torch.equal(a, b) for a, b in zip(own, states, strict=True))
         assert calls == 4 * 2  # an all-to-all and an all-gather for each round
         assert moments
+
+
+def test_a_bare_average_is_refused_by_its_tag() -> None:
+    """Of `Reduced` the sender's own part decides what a residual keeps."""
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = LoRDO([{"params": [weight], "rank": 1}])
+    config = SyncConfig(every=1), LowRankConfig(rank=1)
+    made = Sync([("w", weight)], optimizer, *config, world_size=1)
+    weight.grad = torch.ones(3, 2)
+    with pytest.raises(InputError, match=r"^projection: must be Reduced\(.*\), not Tensor$"):
+        made.apply(1, dict(made.first_gradient()))
+    assert made.awaits_first_gradient

@@ -34,7 +34,7 @@ def buffer(rank: int, numel: int, turn: int, dtype: torch.dtype = torch.float32)
 
 
 def slow(
-    flats: list[Tensor], codec: Codec | None, residuals: list[Tensor] | None
+    flats: list[Tensor], codec: Codec | None, residuals: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Each owner's part on its own: decode what every rank wrote for it, add, divide, encode."""
     world_size, numel, dtype = len(flats), flats[0].numel(), flats[0].dtype
@@ -55,7 +55,7 @@ def slow(
             sents[rank].append(own)
             total = total + own
         mean = total / world_size
-        if codec is not None and residuals is not None:
+        if codec is not None:
             mean = mean + residuals[owner]
             decoded = codec.decode(codec.encode(mean), part, dtype)
             residuals[owner] = mean - decoded
@@ -69,12 +69,10 @@ def zeros(world_size: int, numel: int, codec: Codec) -> list[Tensor]:
     return [torch.zeros(max(part, codec.block)) for _ in range(world_size)]
 
 
-def rounds(
-    comm: Comm, name: str | None, both_ways: bool
-) -> list[tuple[list[Reduced], dict[str, Tensor], Counter]]:
+def rounds(comm: Comm, name: str | None) -> list[tuple[list[Reduced], dict[str, Tensor], Counter]]:
     results = []
     for numel in SIZES:
-        reducer = Reducer(comm, f"{numel}", CODECS[name] if name else None, both_ways)
+        reducer = Reducer(comm, f"{numel}", CODECS[name] if name else None)
         reduced = [reducer(buffer(comm.rank, numel, turn)) for turn in range(ROUNDS)]
         results.append((reduced, reducer.state_dict(), comm.counters[f"{numel}"]))
     return results
@@ -82,16 +80,14 @@ def rounds(
 
 @WORLDS
 @NAMES
-@pytest.mark.parametrize("both_ways", [True, False])
 def test_ranks_equal_the_stacked_and_the_slow_reduction_bit_for_bit(
-    ranks: RankPool, world_size: int, name: str | None, both_ways: bool
+    ranks: RankPool, world_size: int, name: str | None
 ) -> None:
     codec = CODECS[name] if name else None
-    feedback = both_ways and codec is not None
-    found = ranks.run(rounds, name, both_ways, world_size=world_size)
+    found = ranks.run(rounds, name, world_size=world_size)
     for index, numel in enumerate(SIZES):
-        residuals: list[Tensor] | None = [] if both_ways else None
-        reference = zeros(world_size, numel, codec) if codec and both_ways else None
+        residuals: list[Tensor] = []
+        reference = zeros(world_size, numel, codec) if codec else []
         for turn in range(ROUNDS):
             flats = [buffer(rank, numel, turn) for rank in range(world_size)]
             mean, sents = reduce_stacked(flats, codec, residuals)
@@ -104,9 +100,8 @@ def test_ranks_equal_the_stacked_and_the_slow_reduction_bit_for_bit(
                 assert torch.equal(reduced.sent, slow_sents[rank])
         for rank in range(world_size):
             state = found[rank][index][1]
-            assert state.keys() == ({"residual"} if feedback else set())
-            if feedback:
-                assert residuals is not None and reference is not None
+            assert state.keys() == ({"residual"} if codec else set())
+            if codec:
                 assert torch.equal(state["residual"], residuals[rank])
                 assert torch.equal(residuals[rank], reference[rank]) or numel == 0
 
@@ -116,10 +111,16 @@ def test_ranks_equal_the_stacked_and_the_slow_reduction_bit_for_bit(
 def test_a_buffer_is_counted_once_in_encoded_bytes(
     ranks: RankPool, world_size: int, name: str | None
 ) -> None:
-    found = ranks.run(rounds, name, True, world_size=world_size)
-    block, size = {None: (1, 4), "bf16": (1, 2), "int8": (64, 66), "int4": (64, 34)}.get(
-        name, (4096, 228)
-    )
+    found = ranks.run(rounds, name, world_size=world_size)
+    block, size = {
+        None: (1, 4),
+        "bf16": (1, 2),
+        "int8": (64, 66),
+        "int4": (64, 34),
+        "int2": (64, 18),
+        "sign": (64, 10),
+        "top_k": (4096, 228),
+    }[name]
     for index, numel in enumerate(SIZES):
         blocks = -(-numel // (block * world_size)) * world_size
         payload = ROUNDS * blocks * size
@@ -128,13 +129,16 @@ def test_a_buffer_is_counted_once_in_encoded_bytes(
             assert found[rank][index][2] == Counter(payload, wire, 2 * ROUNDS)
 
 
-@WORLDS
-def test_one_way_counts_the_means_in_their_dtype(ranks: RankPool, world_size: int) -> None:
-    for *_, counter in [
-        rank[-1] for rank in ranks.run(rounds, "int4", False, world_size=world_size)
-    ]:
-        part = -(-SIZES[-1] // (64 * world_size)) * 64
-        assert counter.payload_bytes == ROUNDS * (part // 64 * 34 * (world_size - 1) + 4 * part)
+@NAMES
+def test_without_residuals_none_are_kept_but_both_ways_are_coded(name: str | None) -> None:
+    flats = [buffer(rank, 1000, 0) for rank in range(3)]
+    codec = CODECS[name] if name else None
+    mean, sents = reduce_stacked(flats, codec)
+    kept: list[Tensor] = []
+    expected, expected_sents = reduce_stacked(flats, codec, kept)
+    assert torch.equal(mean, expected)
+    assert_same(sents, expected_sents)
+    assert len(kept) == (3 if codec else 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -155,7 +159,8 @@ def test_error_feedback_keeps_sums_exact(world_size: int, name: str) -> None:
         totals["mean"] += mean
     assert torch.equal(totals["sent"] + sum(kept), totals["held"])
     lost = torch.cat(residuals)[:numel]
-    assert bool(lost.any()) == (world_size > 1)  # the code of a decoded buffer loses nothing
+    # The code of a decoded buffer loses nothing, except int2: its levels have another scale.
+    assert bool(lost.any()) == (world_size > 1 or name == "int2")
     assert torch.equal(totals["mean"] + lost, totals["sent"] / world_size)
 
 
@@ -243,11 +248,11 @@ def unattended(comm: Comm) -> tuple[float, float]:
     flat = buffer(comm.rank, 20_001, 0)
     reducer(flat)
     if comm.rank == 3:
-        time.sleep(0.5)  # the others' start does not wait for this rank
+        time.sleep(2.0)  # the others' start does not wait for this rank
     begin = time.monotonic()
     pending = reducer.start(flat)
     started = time.monotonic()
-    time.sleep(1.0)
+    time.sleep(4.0)
     slept = time.monotonic()
     pending.wait()
     background.close()
@@ -256,7 +261,7 @@ def unattended(comm: Comm) -> tuple[float, float]:
 
 def test_a_round_needs_the_main_thread_neither_to_start_nor_to_end(ranks: RankPool) -> None:
     for started, waited in ranks.run(unattended):
-        assert started < 0.4 and waited < 0.2
+        assert started < 1.5 and waited < 1.0
 
 
 def failing(comm: Comm) -> None:
@@ -346,15 +351,15 @@ def test_every_rank_sees_what_is_not_finite_and_the_next_round_is_clean(
 
 
 def test_a_world_of_one_without_a_group_is_coded_too() -> None:
-    flat = buffer(0, 1000, 0)
+    flat = buffer(0, 1024, 0)  # whole blocks: int2 and sign have no zeros
     for name, codec in CODECS.items():
         comm = Comm(None, ALONE)
         background = Background(None)
         pending = Reducer(comm, name, codec, background=background).start(flat)
         mean, sent = pending.wait()
         background.close()
-        assert torch.equal(sent, codec.decode(codec.encode(flat), 1000, flat.dtype))
-        assert torch.equal(mean, codec.decode(codec.encode(sent), 1000, flat.dtype))
+        assert torch.equal(sent, codec.decode(codec.encode(flat), 1024, flat.dtype))
+        assert torch.equal(mean, codec.decode(codec.encode(sent), 1024, flat.dtype))
         assert comm.counters[name] == Counter(codec.encode(flat).numel(), 0, 2)
     for reduced in Reducer(Comm(None, ALONE), "plain", None)(flat):
         assert torch.equal(reduced, flat) and reduced.data_ptr() != flat.data_ptr()

@@ -5,8 +5,9 @@ from itertools import count
 import pytest
 
 from algorithms.common.errors import InputError
+from benchmarks.lordo_study.arms import ARMS, GRID
 from benchmarks.lordo_study.search import Study, best_rate, needed
-from benchmarks.lordo_study.setting import ARMS, GRID, Setting
+from benchmarks.lordo_study.setting import Setting
 
 NAMES = ("ddp", "local_adam")
 
@@ -77,7 +78,7 @@ def test_without_search_the_given_rates_stand():
 
 
 def test_every_arm_has_a_rate_or_follows_one():
-    from benchmarks.lordo_study.setting import FOLLOWS, QUICK, RATES
+    from benchmarks.lordo_study.arms import FOLLOWS, QUICK, RATES
 
     assert set(RATES) | set(FOLLOWS) == set(ARMS)
     assert not set(RATES) & set(FOLLOWS)

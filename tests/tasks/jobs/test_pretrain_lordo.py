@@ -13,17 +13,20 @@ from algorithms.common.model import weights_sha256
 from algorithms.lordo.config import ArmConfig, JobConfig
 from tasks.paths import PROJECT
 from tests import toys
+from tests.privileges import needs_root
 
 BARE = """
-import importlib.abc, runpy, sys
-FORBIDDEN = {"prefect", "mlflow", "dvc", "pydantic", "pyarrow"}
+import runpy, sys
+from importlib.machinery import PathFinder
+MISSING = {"prefect", "mlflow", "dvc", "pydantic", "pyarrow"}
 
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in FORBIDDEN:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        missing = name.partition(".")[0] in MISSING
+        return None if missing else super().find_spec(name, path, target)
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 sys.argv = ["pretrain_lordo", sys.argv[1]]
 runpy.run_module("tasks.jobs.pretrain_lordo", run_name="__main__", alter_sys=True)
 """
@@ -113,4 +116,48 @@ def test_another_number_of_ranks_than_configured_is_refused(tmp_path):
     config = write_config(tmp_path / "run", tokens, ranks=2)
     done = start("-m", "tasks.jobs.pretrain_lordo", str(config))
     assert done.returncode == 2
-    assert "training.ranks is 2, torchrun started 1" in done.stderr
+    assert "is for 2 ranks, torchrun started 1" in done.stderr
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 700 kB, which holds two checkpoints; changed by `mount`."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder))
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def mount(*arguments):
+    subprocess.run(["mount", *arguments], check=True)
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_with_more_room_it_goes_on(tmp_path, disk):
+    tokens = toys.write_tokens(tmp_path / "tokens")
+    config = write_config(disk / "run", tokens)
+    done = start("-m", "tasks.jobs.pretrain_lordo", str(config))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.endswith(".writing_step_00000009: No space left on device\n")
+    assert "Traceback" not in done.stderr
+    kept = {file.name for file in (disk / "run" / "checkpoints").iterdir()}
+    assert kept == {"step_00000003", "step_00000006"}, "no half of a third"
+    mount("-o", "remount,size=20m", str(disk))
+    done = start("-m", "tasks.jobs.pretrain_lordo", str(config))
+    assert done.returncode == 0, done.stderr
+    assert "training from step 6 of 10" in done.stdout
+    assert read_json(disk / "run" / "result.json")["quality"]["steps"] == 10
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_read_only_folder_is_one_line(tmp_path, disk):
+    tokens = toys.write_tokens(tmp_path / "tokens")
+    config = write_config(disk / "run", tokens)
+    mount("-o", "remount,ro", str(disk))
+    done = start("-m", "tasks.jobs.pretrain_lordo", str(config))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert str(disk / "run") in done.stderr
+    assert done.stderr.endswith(": Read-only file system\n") and done.stderr.count("\n") == 1

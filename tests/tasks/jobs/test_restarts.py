@@ -18,6 +18,7 @@ from tasks.jobs.restarts import RESTARTS, WORKER
 from tasks.paths import PROJECT
 from tasks.processes import alive
 from tasks.torchrun import JobFailed, run_job
+from tests.processes import environment, living
 
 START_S = 120
 """Patience for the start of a job on a busy machine."""
@@ -143,13 +144,11 @@ def test_the_parent_imports_nothing_heavy() -> None:
 
 def workers(job_id: str, rank: int) -> list[psutil.Process]:
     """The worker processes of that rank."""
-    found = []
-    for pid in alive(job_id):
-        process = psutil.Process(pid)
-        environment = process.environ()
-        if WORKER in environment and environment.get("RANK") == str(rank):
-            found.append(process)
-    return found
+    return [
+        each
+        for each in living(alive(job_id))
+        if WORKER in (variables := environment(each)) and variables.get("RANK") == str(rank)
+    ]
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""Asynchronous pipeline pretraining: stages that never wait for a flush. Imports nothing."""
