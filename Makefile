@@ -17,11 +17,14 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 demo: install
 	./run -m flows experiment
 
+# Two files at a time, on any machine: a test may start four ranks and wait for most of its time.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+
 test: install
-	$(PY) -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: install
-	$(PY) -m pytest -m slow
+	$(PYTEST) -m slow
 
 check: install
 	$(VENV)/bin/ruff check .
