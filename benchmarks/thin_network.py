@@ -165,9 +165,9 @@ def _deviation_pct(runs: RankRuns, name: str, arm: ArmConfig, ranks: int) -> flo
     expected: float = run.wire_bytes
     buffer_bytes = runs.parameters * ring_model.bytes_per_value(arm)
     if arm.method == "lowrank_ddp" or buffer_bytes < LARGE_BYTES:
-        # gloo cuts a message of its rings in two; the exchange of an all-to-all and an all-gather
-        # counts as two calls.
-        per_call = (4 if arm.sync is None else 1.5) * (ranks - 1)
+        # gloo cuts each of the 2 (M - 1) messages of a ring in two. An exchange is an all-to-all
+        # and an all-gather, two calls, each with a message to every other rank.
+        per_call = (4 if arm.sync is None else 1) * (ranks - 1)
         expected += ring_model.MESSAGE_BYTES * per_call * run.calls
     return 100 * abs(run.sent_bytes / expected - 1)
 

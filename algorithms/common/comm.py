@@ -30,8 +30,8 @@ Op = Literal["sum", "mean", "max"]
 # A mean is a sum divided afterwards: gloo has no AVG, and both backends should round alike.
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-_PAIRS = 1
-"""gloo's tag of the messages of an all-to-all, so that they match none of `isend`, whose is 0."""
+_COLLECTIVE = 1
+"""gloo's tag of the messages of a collective, so that they match none of `isend`, whose is 0."""
 
 Hook = Callable[[object, Any], torch.futures.Future[Tensor]]
 
@@ -145,25 +145,40 @@ class Comm(Meter):
         if wire is not output:
             output.copy_(wire)
 
+    # gloo's own all-to-all and all-gather take up to twice as long on a thin network. It asks for a
+    # message on the wire that carries data the other way, so all are asked for before any is sent;
+    # and where two ranks send to one at a time, both are late, and so is who waits for them.
+
     def _exchange_in_pairs(self, coming: Sequence[Tensor], going: Sequence[Tensor]) -> None:
-        """In turn k every rank sends to the k-th after it, so that none gets from several at once:
-        gloo's own all-to-all, all parts at a time, takes half as long again on a thin network."""
-        rank, size, group = self.rank, self.world_size, self.group
-        receives = {
-            peer: Transfer(part, dist.irecv(part, group=group, group_src=peer, tag=_PAIRS))
-            for peer, part in enumerate(coming)
-            if peer != rank
-        }
+        """Over gloo: part j of `going` to rank j, and part i of `coming` from rank i. In turn k
+        every rank sends to the k-th after it."""
+        rank, size = self.rank, self.world_size
+        receives = {i: self._receive(part, i) for i, part in enumerate(coming) if i != rank}
         coming[rank].copy_(going[rank])
-        sends = []
         for turn in range(1, size):
             peer = (rank + turn) % size
-            part = going[peer]
-            work = dist.isend(part, group=group, group_dst=peer, tag=_PAIRS)
-            sends.append(Transfer(part, work))
+            send = self._send(going[peer], peer)
             receives[(rank - turn) % size].wait()
-        for each in sends:
-            each.wait()
+            send.wait()
+
+    def _pass_round(self, parts: Sequence[Tensor]) -> None:
+        """Over gloo: every rank sends what it has received to the next one, its own part first, so
+        each wire has one sender. At first a rank has its own of `parts`, in the end all."""
+        rank, size = self.rank, self.world_size
+        before, after = (rank - 1) % size, (rank + 1) % size
+        receives = [self._receive(parts[(rank - turn) % size], before) for turn in range(1, size)]
+        sends = []
+        for turn, receive in enumerate(receives):
+            sends.append(self._send(parts[(rank - turn) % size], after))
+            receive.wait()
+        for send in sends:
+            send.wait()
+
+    def _send(self, part: Tensor, peer: int) -> Transfer:
+        return Transfer(part, dist.isend(part, group=self.group, group_dst=peer, tag=_COLLECTIVE))
+
+    def _receive(self, part: Tensor, peer: int) -> Transfer:
+        return Transfer(part, dist.irecv(part, group=self.group, group_src=peer, tag=_COLLECTIVE))
 
     def all_gather_into(self, output: Tensor, input: Tensor, tag: str) -> None:
         """Concatenate every rank's `input` [n, ...] in rank order into `output` [M * n, ...]."""
@@ -178,7 +193,11 @@ class Comm(Meter):
             return [tensor.clone() for _ in range(self.world_size)]
         wire = _as_bytes(self._staged(tensor))
         parts = [torch.empty_like(wire) for _ in range(self.world_size)]
-        dist.all_gather(parts, wire, group=self.group)
+        if self.backend == "gloo":
+            parts[self.rank].copy_(wire)
+            self._pass_round(parts)
+        else:
+            dist.all_gather(parts, wire, group=self.group)
         return [part.view(tensor.dtype).view(tensor.shape).to(tensor.device) for part in parts]
 
     def broadcast(self, tensor: Tensor, src: int, tag: str) -> None:

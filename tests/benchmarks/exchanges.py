@@ -68,16 +68,23 @@ def measured(port: Port, call: Callable[[], object], repetitions: int = 3) -> Tr
     return Traffic((counted[-1] - counted[0]) / (3 * repetitions), least / repetitions)
 
 
-def seconds_to_pass_on(port: Port, size: int) -> list[float]:
-    """Every rank sends `size` bytes to the next one, all at once, five times."""
-    send_recv = calls(port.comm, size)["send_recv"]
+def seconds_of(port: Port, kind: str, size: int) -> list[float]:
+    """Five calls of one kind, with all ranks at once."""
+    call = calls(port.comm, size)[kind]
     seconds = []
     for _ in range(5):
         port.meet()
         begun = time.perf_counter()
-        send_recv()
+        call()
         seconds.append(time.perf_counter() - begun)
     return seconds
+
+
+def wire_bytes_of(port: Port, kind: str, size: int) -> int:
+    """What a call is counted as."""
+    before = port.comm.wire_bytes
+    calls(port.comm, size)[kind]()
+    return port.comm.wire_bytes - before
 
 
 def fail_on_rank_1(port: Port) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from tests.privileges import needs_root
 SMALL, LARGE = [64, 1024, 8192], 480_000
 MESSAGES: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda ranks: 4 * (ranks - 1),  # a ring there and one back, each part in halves
-    "all_gather": lambda ranks: 2 * (ranks - 1),  # in halves, too
+    "all_gather": lambda ranks: ranks - 1,
     "send_recv": lambda ranks: 1,
     "all_to_all": lambda ranks: ranks - 1,
 }
@@ -87,11 +88,26 @@ def test_what_is_counted_is_what_the_interfaces_send(ranks: int) -> None:
 def test_wires_keep_their_rate_in_both_directions() -> None:
     size, mbit = 1_000_000, 10  # slow, so that the wire and not a busy machine sets the time
     with Network(2, mbit) as network:
-        by_rank = network.run(exchanges.seconds_to_pass_on, size)
+        by_rank = network.run(exchanges.seconds_of, "send_recv", size)
     at_full_rate = 8 * FRAME_BYTES / SEGMENT_BYTES / (mbit * 1e6)
     seconds = [max(both) for both in zip(*by_rank, strict=True)]
     assert min(seconds) >= (size - 2 * BURST_BYTES) * at_full_rate  # two buckets on the way
     assert min(seconds) < 1.5 * size * at_full_rate
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
+def test_collectives_fill_their_wires(kind: str, ranks: int) -> None:
+    """In both directions all the time, and no two ranks send to one."""
+    mbit = 10
+    with Network(ranks, mbit) as network:
+        by_rank = network.run(exchanges.seconds_of, kind, 120_000)
+        (wire_bytes,) = set(network.run(exchanges.wire_bytes_of, kind, 120_000))
+    at_full_rate = 8 * FRAME_BYTES / SEGMENT_BYTES / (mbit * 1e6)
+    seconds = [max(everyone) for everyone in zip(*by_rank, strict=True)]
+    assert statistics.median(seconds) < 1.2 * wire_bytes * at_full_rate
 
 
 @needs_root
