@@ -36,6 +36,22 @@ _COLLECTIVE = 1
 Hook = Callable[[object, Any], torch.futures.Future[Tensor]]
 
 
+def opponents(rank: int, size: int) -> list[int]:
+    """All other ranks, in turns in which the ranks form pairs: a round robin by the circle method.
+    Of an odd number one has nothing to do in a turn, so that turns of different ranks shift."""
+    turns = size - 1 + size % 2
+    found = []
+    for turn in range(turns):
+        if rank == turns:  # the last of an even number: whoever would meet itself
+            peer = next(each for each in range(turns) if (2 * each - turn) % turns == 0)
+        else:
+            peer = (turn - rank) % turns
+            peer = turns if peer == rank else peer
+        if peer < size:
+            found.append(peer)
+    return found
+
+
 class Transfer:
     """A transfer under way. Neither read nor write its tensor before `wait` has returned."""
 
@@ -146,19 +162,17 @@ class Comm(Meter):
             output.copy_(wire)
 
     # gloo's own all-to-all and all-gather take up to twice as long on a thin network. It asks for a
-    # message on the wire that carries data the other way, so all are asked for before any is sent;
-    # and where two ranks send to one at a time, both are late, and so is who waits for them.
+    # message on the wire that carries data the other way, so we ask before we send; and where two
+    # ranks send to one at a time, both are late, and so is who waits for them.
 
     def _exchange_in_pairs(self, coming: Sequence[Tensor], going: Sequence[Tensor]) -> None:
-        """Over gloo: part j of `going` to rank j, and part i of `coming` from rank i. In turn k
-        every rank sends to the k-th after it."""
-        rank, size = self.rank, self.world_size
-        receives = {i: self._receive(part, i) for i, part in enumerate(coming) if i != rank}
-        coming[rank].copy_(going[rank])
-        for turn in range(1, size):
-            peer = (rank + turn) % size
+        """Over gloo: part j of `going` to rank j, and part i of `coming` from rank i. A rank asks
+        for a part when that pair's turn has come, however late others are."""
+        coming[self.rank].copy_(going[self.rank])
+        for peer in opponents(self.rank, self.world_size):
+            receive = self._receive(coming[peer], peer)
             send = self._send(going[peer], peer)
-            receives[(rank - turn) % size].wait()
+            receive.wait()
             send.wait()
 
     def _pass_round(self, parts: Sequence[Tensor]) -> None:

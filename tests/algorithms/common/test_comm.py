@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from algorithms.common import comm as communication
-from algorithms.common.comm import Comm, Op
+from algorithms.common.comm import Comm, Op, opponents
 from algorithms.common.errors import InputError
 from algorithms.common.meter import Counter, all_reduce_wire_bytes
 from tests.distributed import RankError, RankPool
@@ -137,6 +137,21 @@ def test_all_to_all_counts_like_reduce_scatter(
         assert torch.equal(output, torch.cat([h[3 * rank : 3 * rank + 3] for h in held]))
         assert counters["test"] == Counter(size, all_reduce_wire_bytes(size, world_size), 2)
         assert counters["nothing"] == Counter(0, 0, 1)
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_opponents_meet_once_and_nobody_waits_for_two(size: int) -> None:
+    """Played as ranks do, each in its own order: whoever is next on both sides meets."""
+    left = [opponents(rank, size) for rank in range(size)]
+    assert [sorted([rank, *each]) for rank, each in enumerate(left)] == [[*range(size)]] * size
+    turns = 0
+    while any(left):
+        pairs = [(r, each[0]) for r, each in enumerate(left) if each and left[each[0]][0] == r]
+        assert pairs, "all wait"
+        for rank, peer in pairs:
+            assert left[rank].pop(0) == peer
+        turns += 1
+    assert turns == (0 if size == 1 else size - 1 + size % 2)
 
 
 ODD = (1, 3, 5, 77, 10_001)
