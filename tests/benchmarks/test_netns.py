@@ -101,7 +101,7 @@ def test_wires_keep_their_rate_in_both_directions() -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
 def test_collectives_fill_their_wires(kind: str, ranks: int) -> None:
     """In both directions all the time, and no two ranks send to one."""
-    mbit = 10
+    mbit = 2  # slow, so that the wire and not a busy machine sets the time
     with Network(ranks, mbit) as network:
         by_rank = network.run(exchanges.seconds_of, kind, 120_000)
         (wire_bytes,) = set(network.run(exchanges.wire_bytes_of, kind, 120_000))
